@@ -45,11 +45,11 @@ models: setup
 
 demo: setup
 	$(BIN)/python scripts/get_real_model.py --output models
-	$(BIN)/python scripts/demo.py talk
+	$(BIN)/python -m benchmark.demo talk
 
 demo-forms: setup
 	$(BIN)/python scripts/make_tiny_models.py --output models --only demo
-	$(BIN)/python scripts/demo.py forms
+	$(BIN)/python -m benchmark.demo forms
 
 test: lint models
 	$(PYTEST) -m "not slow" $(KERNEL_TESTS)

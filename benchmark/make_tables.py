@@ -10,12 +10,12 @@ A table stands between two comments; FILE is in benchmark/results, NAME one of t
 
 `<!-- table: FILE NAME: COLUMN, COLUMN -->` shows only these columns.
 
-Results of `sglang-hc bench` have: about (machine, commit, command), overview (one row for every arm
-of a chat), short (the same as a sentence), screen (the same as the demo prints it), groups (TTFT by
-turn or label), summary, ratios, costs (the ratios as a sentence), agreement, disagreements, cxs,
-gain, losses, varied. Results of benchmark/hooks have hooks and hooks-queue, those of compare_fio
-fio, those of throttled.py sources. Other result files bring their own tables, beside about:
-{"tables": {NAME: {"columns": [...], "rows": [[...], ...]}}}.
+Results of `python -m benchmark` have: about (machine, commit, command), overview (one row for
+every arm of a chat), short (the same as a sentence), screen (the same as the demo prints it),
+groups (TTFT by turn or label), summary, ratios, costs (the ratios as a sentence), agreement,
+disagreements, gain, losses, varied. Results of benchmark/hooks have hooks and hooks-queue,
+those of compare_fio fio, those of throttled.py sources. Other result files bring their own tables,
+beside about: {"tables": {NAME: {"columns": [...], "rows": [[...], ...]}}}.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sglang_hc.tools.bench import report, screen
+if not __package__:  # run by its path
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmark import ROOT
+from benchmark.harness import report, screen
 
 _MARK = re.compile(
     r"(<!-- table: (?P<file>\S+) (?P<name>[^\s:]+)(?:: (?P<columns>[^\n]+))? -->\n)"
@@ -172,12 +174,11 @@ OF_A_CHAT: dict[str, Callable[[dict[str, Any]], str]] = {
     "costs": _costs,
     "agreement": _of(report.agreement_table),
     "disagreements": _of(report.disagreement_table),
-    "cxs": _of(report.cxs_table),
     "gain": _of(report.gain_table),
     "losses": lambda result: _bullets(report.loss_lines(result)),
     "varied": lambda result: _bullets(report.varied_lines(result)),
 }
-"""What is made of the runs of `sglang-hc bench`."""
+"""What is made of the runs of `python -m benchmark`."""
 
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "about": _about,

@@ -26,9 +26,9 @@ from pathlib import Path
 if not __package__:  # run by its path
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from benchmark.disk.compare_fio import NO_UPKEEP, layout_of, machine, model_of
+from benchmark.disk.compare_fio import NO_UPKEEP, layout_of, machine_with, model_of
+from benchmark.harness.machine import command
 from sglang_hc.store.disk import DirectorySpec, DiskStore
-from sglang_hc.tools.bench.machine import command
 
 LAYOUT = layout_of(128)
 MODEL = model_of(LAYOUT)
@@ -109,7 +109,7 @@ def main() -> int:
     if args.drop_caches and not os.access(DROP_CACHES, os.W_OK):
         parser.error(f"--drop-caches: {DROP_CACHES} cannot be written; run this as root")
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="hc-cold-start-") as folder:
-        result: dict[str, object] = {"command": command(), "machine": machine(Path(folder))}
+        result: dict[str, object] = {"command": command(), "machine": machine_with(Path(folder))}
         began = time.perf_counter()
         make_files(folder, args.blocks)
         print(f"made {args.blocks} files in {time.perf_counter() - began:.1f} s", flush=True)

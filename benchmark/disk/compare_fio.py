@@ -26,8 +26,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -45,13 +43,13 @@ import xxhash
 if not __package__:  # run by its path
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from benchmark.harness import machine
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, Outcome, StoredModel, Upkeep
 from sglang_hc.store.disk.backend import DirectBackend, File
 from sglang_hc.store.disk.reader import Read
 from sglang_hc.store.disk.threads import READ_THREADS, DiskThreads
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.tools.bench.machine import command
 
 AGAINST_FIO = ("write", "read", "replace")
 WORKLOADS = (*AGAINST_FIO, "scheduler")
@@ -310,21 +308,15 @@ def scheduler(root: Path) -> dict[str, object]:
     return result
 
 
-def machine(root: Path) -> dict[str, object]:
+def machine_with(root: Path) -> dict[str, object]:
+    """This machine, the file system of a directory, and fio where it is there."""
+
     def said(*words: str) -> str:
         return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
 
-    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
-    fio = ["fio", "--version"] if shutil.which("fio") else ["true"]  # not every workload needs it
-    return {
-        "cpu": cpu[0].split(":")[1].strip() if cpu else platform.machine(),
-        "cores": os.cpu_count(),
-        "file_system": said("findmnt", "-n", "-o", "FSTYPE,OPTIONS", "-T", str(root)),
-        "fio": said(*fio),
-        "python": platform.python_version(),
-        "commit": said("git", "rev-parse", "--short", "HEAD"),
-        "load_average_at_start": os.getloadavg()[0],
-    }
+    file_system = said("findmnt", "-n", "-o", "FSTYPE,OPTIONS", "-T", str(root))
+    fio = said("fio", "--version") if shutil.which("fio") else ""
+    return {**machine.describe(), "file_system": file_system, "fio": fio}
 
 
 def main() -> int:
@@ -343,7 +335,7 @@ def main() -> int:
         parser.error("fio is not installed; apt-get install fio, or use --only scheduler")
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="hc-disk-bench-") as folder:
         root = Path(folder)
-        result: dict[str, object] = {"command": command(), "machine": machine(root)}
+        result: dict[str, object] = {"command": machine.command(), "machine": machine_with(root)}
         if only & {*AGAINST_FIO}:
             total = args.megabytes << 20
             result["throughput"] = compare(root, args.rounds, total, only, args.kib)

@@ -38,15 +38,15 @@ from benchmark.disk.compare_fio import (
     NO_UPKEEP,
     SLOTS,
     layout_of,
-    machine,
+    machine_with,
     make_blocks,
     model_of,
     seconds_of,
 )
+from benchmark.harness.machine import command
 from sglang_hc.store.disk import Block, DirectorySpec, DiskStore
 from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.tools.bench.machine import command
 
 HERE = Path(__file__).resolve().parents[2]
 WORKLOADS = ("empty", "full", "read")
@@ -150,7 +150,7 @@ def main() -> int:
         ["git", "-C", str(args.before), "rev-parse", "--short", "HEAD"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    about = {"command": command(), "machine": machine(args.dir), "before": said.stdout.strip()}
+    about = {"command": command(), "machine": machine_with(args.dir), "before": said.stdout.strip()}
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="hc-disk-bench-") as folder:
         rows = compare(args, Path(folder))
     if args.output:

@@ -25,7 +25,7 @@ from benchmark import ROOT
 from benchmark.gpu import install
 from benchmark.gpu.runner import CELLS, LOG, PAGE, RESERVE_S, Runner, Step, in_order, say
 from benchmark.gpu.steps import STEPS
-from sglang_hc.tools.bench import machine
+from benchmark.harness import machine
 
 REHEARSAL_MINUTES = 15.0
 

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 from benchmark import ROOT
-from sglang_hc.tools.bench import machine
-from sglang_hc.tools.bench.cells import CellFile
+from benchmark.harness import machine
+from benchmark.harness.cells import CellFile
 
 NO_TESTS = 5
 """pytest's exit status when it found nothing to run."""

@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmark.harness import machine
+from benchmark.harness.cells import CellFile
 from sglang_hc.device.copy_stream import CopyStream, copy_stream_for
 from sglang_hc.device.cuda_copies import Ranges
-from sglang_hc.tools.bench import machine
-from sglang_hc.tools.bench.cells import CellFile
 
 REPEATS = 7
 MIB = 1 << 20

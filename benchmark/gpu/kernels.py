@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from benchmark import ROOT
-from sglang_hc.tools.bench.cells import CellFile
+from benchmark.harness.cells import CellFile
 
 REPEATS = 20
 

@@ -1,6 +1,6 @@
 """Chats that overflow the KV pool: stock SGLang, HiCache and sglang-hc on one GPU.
 
-    python -m benchmark.gpu.multi_turn --shape llama-2-7b [flags of `sglang-hc bench multi-turn`]
+    python -m benchmark.gpu.multi_turn --shape llama-2-7b [flags of python -m benchmark multi-turn]
 
 24 conversations of about 5,000 tokens arrive at 1 and at 4 a second; the KV pool holds 13 of them,
 the host tier (64 GiB) all. Every turn after the first finds its history gone from the device unless

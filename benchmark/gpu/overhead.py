@@ -1,6 +1,6 @@
 """Nothing is ever reused: what capture costs on a GPU.
 
-python -m benchmark.gpu.overhead --shape llama-2-7b [flags of `sglang-hc bench overhead`]
+python -m benchmark.gpu.overhead --shape llama-2-7b [flags of python -m benchmark overhead]
 """
 
 from __future__ import annotations

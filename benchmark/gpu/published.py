@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.gpu.tables import all_tables, served_results
-from sglang_hc.tools.bench.cells import OK, Cell, latest, on_gpu, read
-from sglang_hc.tools.bench.report import Table
+from benchmark.harness.cells import OK, Cell, latest, on_gpu, read
+from benchmark.harness.report import Table
 
 STEPS = ("device", "drift", "restore", "capture", "kernels", "checked", "smoke")
 NAMES = {"checked": "checks", "smoke": "checks"}

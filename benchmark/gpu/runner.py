@@ -1,6 +1,6 @@
 """Runs steps one after the other within a budget of minutes, whatever becomes of each of them.
 
-A step is a process of its own that appends its cells itself (`sglang_hc.tools.bench.cells`). Here
+A step is a process of its own that appends its cells itself (`benchmark.harness.cells`). Here
 it gets a limit, its output is kept up to a size, and one cell says how it ended.
 """
 
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmark import ROOT
-from sglang_hc.tools.bench import processes
-from sglang_hc.tools.bench.cells import (
+from benchmark.harness import processes
+from benchmark.harness.cells import (
     FAILED,
     LEFT_OUT,
     LOG_TAIL,

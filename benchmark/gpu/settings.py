@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import ROOT
+from benchmark.__main__ import main as benchmark
+from benchmark.harness.arms import HICACHE
 from scripts.make_tiny_models import BOS, EOS, PAD, build_tokenizer
-from sglang_hc.tools.bench.arms import HICACHE
-from sglang_hc.tools.cli.main import main as sglang_hc
 
 CONTEXT = 16384
 """Positions of both shapes, as HCache extends its models (section 6.1)."""
@@ -116,7 +116,7 @@ def make_shape(name: str, models: Path) -> Path:
 
 
 def run(experiment: str, preset: Sequence[str], shorter: Sequence[str], about: str) -> int:
-    """`sglang-hc bench EXPERIMENT` on a shape, with `preset`, then what was typed; then the goals.
+    """An experiment on a shape, with `preset`, then what was typed; then the goals.
 
     With --rehearse a shrunk shape and the lengths of `shorter` run on a CPU.
     Returns the exit status of the benchmark.
@@ -144,7 +144,7 @@ def run(experiment: str, preset: Sequence[str], shorter: Sequence[str], about: s
         *_arm_flags([*preset, *typed], args.rehearse),
         *("--server-args", f"{flags} {args.server_args}".strip(), *typed),
     ]
-    status = sglang_hc(["bench", experiment, *words])
+    status = benchmark([experiment, *words])
     path = Path(output) / "result.json"
     if status != 2 and path.is_file():
         title = "Goals on a GPU (this was a rehearsal)" if args.rehearse else "Goals"

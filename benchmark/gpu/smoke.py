@@ -19,10 +19,10 @@ import time
 from pathlib import Path
 
 from benchmark import ROOT
+from benchmark.__main__ import main as benchmark
 from benchmark.gpu.settings import HICACHE_PAGE
+from benchmark.harness.cells import CellFile
 from scripts.make_tiny_models import main as make_tiny_models
-from sglang_hc.tools.bench.cells import CellFile
-from sglang_hc.tools.cli.main import main as sglang_hc
 
 ARMS = "stock,hicache,kv,hidden,auto"
 ROOMY = "stock=--max-total-tokens 16384"
@@ -61,8 +61,8 @@ def main() -> int:
         if "hicache" in args.arms.split(","):
             words += ["--arm-args", f"hicache={HICACHE_PAGE}"]
         began = time.monotonic()
-        status = sglang_hc(
-            ["bench", "multi-turn", *words, *WORK, "--server-args", flags, "--output", str(output)]
+        status = benchmark(
+            ["multi-turn", *words, *WORK, "--server-args", flags, "--output", str(output)]
         )
         seconds = time.monotonic() - began
         found = [f"{model}: the benchmark ended with status {status}"] if status else []

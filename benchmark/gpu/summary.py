@@ -12,9 +12,9 @@ from typing import Any
 
 from benchmark.gpu.settings import SHAPES, goal_lines
 from benchmark.gpu.tables import all_tables, capture_rows, of_step, served_results
+from benchmark.harness import metrics, page
+from benchmark.harness.cells import OK, Cell, latest, on_gpu, read
 from benchmark.restore.goals import capture_lines, restore_lines
-from sglang_hc.tools.bench import metrics, page
-from sglang_hc.tools.bench.cells import OK, Cell, latest, on_gpu, read
 
 ARMS = ("recompute", "kv", "hidden", "mix")
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
-from sglang_hc.tools.bench import report, results
-from sglang_hc.tools.bench.cells import OK, Cell
-from sglang_hc.tools.bench.report import Table
+from benchmark.harness import report, results
+from benchmark.harness.cells import OK, Cell
+from benchmark.harness.report import Table
 
 ORDER = {"stock": 0, "auto": 9}
 """Arms of one result: the reference first, ours last, HiCache's between them."""
@@ -169,7 +169,7 @@ def checks_table(found: Mapping[str, Cell]) -> Table:
 
 
 def served_results(found: Mapping[str, Cell]) -> dict[str, dict[str, Any]]:
-    """Results as `sglang-hc bench` writes them, by experiment and model, from single runs."""
+    """Results as `python -m benchmark` writes them, by experiment and model, from single runs."""
     made = {}
     for step in SERVED:
         rows = of_step(found, step)

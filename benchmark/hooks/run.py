@@ -34,6 +34,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, Ma
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from benchmark.harness import machine
 from benchmark.hooks.parts import cache_over, cache_params, fill, microseconds, summary, tiers_of
 from benchmark.hooks.waiting import BLOCKS, WAITING, measure_queue
 from sglang_hc.forms import BLOCK_TOKENS
@@ -42,7 +43,6 @@ from sglang_hc.queue.requests import Serial
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
-from sglang_hc.tools.bench import machine
 from sglang_hc.tree.block_tree import BlockTree
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import TOKEN_BYTES, Prefix, pack_tokens

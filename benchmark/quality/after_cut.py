@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import ROOT
-from sglang_hc.tools.bench import machine
-from sglang_hc.tools.bench.server import ServerProcess
+from benchmark.harness import machine
+from benchmark.harness.server import ServerProcess
 
 MODEL = "smollm2-135m"
 MODES = ("recompute", "reembed")
@@ -133,11 +133,8 @@ def main() -> int:
         print("  ".join(line))
     if args.out is not None:
         result = {
-            "experiment": "after a cut",
-            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "command": machine.command(),
+            **machine.about("after a cut"),
             "seconds": round(time.monotonic() - begun),
-            "machine": machine.describe(),
             "model": MODEL,
             "settings": {"window": WINDOW, "flags": FLAGS, "threads": args.threads},
             "rows": rows,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_hc.tools.bench import cells
+from benchmark.harness import cells
 
 DTYPES = ("float32", "bfloat16")
 FORMS = {"kv": "kv", "hidden": "hidden", "mixed": "recompute:4,hidden:13,kv:13"}

@@ -41,6 +41,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmark import ROOT
+from benchmark.harness import cells, machine
+from benchmark.harness.cases import answer, run_case
 from benchmark.quality.overflow_rows import (
     BOOK,
     CHUNK,
@@ -57,8 +59,6 @@ from benchmark.quality.overflow_rows import (
     rows_of,
     tables,
 )
-from benchmark.restore.cases import answer, run_case
-from sglang_hc.tools.bench import cells, machine
 
 MODEL = "smollm2-135m"
 PROSE = ("declaration.txt", "constitution.txt", "devils-dictionary.txt")
@@ -365,11 +365,8 @@ def main() -> int:
         print("  ".join(line))
     if args.out is not None:
         result = {
-            "experiment": "overflow table",
-            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "command": command,
+            **machine.about("overflow table"),
             "note": older.get("note", ""),
-            "machine": machine.describe(),
             "measured_at": sorted({*older["measured_at"], *(c["commit"] for c in found.values())}),
             "seconds": round(sum(cell["seconds"] for cell in found.values())),
             "model": MODEL,

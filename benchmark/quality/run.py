@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import ROOT
-from benchmark.restore.cases import answer, run_case
-from sglang_hc.tools.bench import machine
+from benchmark.harness import machine
+from benchmark.harness.cases import answer, run_case
 
 MODEL = "smollm2-135m"
 TEXTS = ("declaration.txt", "constitution.txt", "devils-dictionary.txt")
@@ -198,11 +198,8 @@ def main() -> int:
     rows = run(args.dtypes.split(","), args.windows)
     if args.out is not None:
         result = {
-            "experiment": "quality",
-            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "command": machine.command(),
+            **machine.about("quality"),
             "seconds": round(time.monotonic() - begun),
-            "machine": machine.describe(),
             "model": MODEL,
             "settings": {
                 **{"history": HISTORY, "reply": REPLY, "continuation": CONTINUATION},

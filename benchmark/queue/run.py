@@ -11,14 +11,13 @@ turn (A B C, C B A, ...). One round of one arm:
      forms.
   3. The second turns of all 32 arrive in another, random order.
 
-Every server records its run; afterwards the simulator makes each of them again (sglang-hc replay).
+Every server records its load, and with it what each request hit (--hc-trace).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import json
 import random
 import shlex
@@ -26,19 +25,20 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmark.harness import machine
+from benchmark.harness.cells import rounded
+from benchmark.harness.client import Client, Reply
+from benchmark.harness.options import demo_model
+from benchmark.harness.server import ServerProcess
+from benchmark.harness.workload import History
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.tools.bench import machine
-from sglang_hc.tools.bench.cells import rounded
-from sglang_hc.tools.bench.client import Client, GenerateApi, History, Reply
-from sglang_hc.tools.bench.options import demo_model
-from sglang_hc.tools.bench.server import ServerProcess
-from sglang_hc.tools.bench.workload import Session, Turn
-from sglang_hc.tools.simulator.recorded import replay_record
+from sglang_hc.tools.workloads.sessions import Ids, Session, Span, Turn
+from sglang_hc.tree.identity import pack_tokens
 
 ARMS = {
     "queue": ("queue", "queue"),
@@ -75,12 +75,13 @@ def flags(arm: str, model: str, folder: Path) -> list[str]:
 
 def say(history: History, rng: random.Random, length: int) -> History:
     """The user adds so many random tokens."""
-    history.ask(Turn(tuple(rng.randrange(3, 8000) for _ in range(length)), 0))
+    said = Ids(pack_tokens([rng.randrange(3, 8000) for _ in range(length)]))
+    history.ask(Turn((said,), Span(0, 0)))
     return history
 
 
 def talk(rng: random.Random, length: int) -> History:
-    return say(History(Session("talk", ())), rng, length)
+    return say(History(Session(0.0, ())), rng, length)
 
 
 async def tier_numbers(client: Client) -> dict[str, int]:
@@ -101,11 +102,11 @@ async def on_disk(client: Client, wanted: int) -> None:
 
 async def one_round(url: str, number: int, talks: int) -> tuple[Round, list[Reply]]:
     rng = random.Random(number)
-    async with Client(url, GenerateApi(), 600) as client:
+    async with Client(url, 600) as client:
         saved = (await tier_numbers(client)).get("disk_saved_blocks", 0)
         histories = [talk(rng, PROMPT) for _ in range(talks)]
         for history in histories:
-            history.answer(await client.ask(history, REPLY))
+            history.answer((await client.ask(history, REPLY)).ids)
         # The last token of a reply is never computed, so it is in no block.
         stored = (PROMPT + REPLY - 1) // BLOCK_TOKENS
         await on_disk(client, saved + talks * stored)
@@ -164,7 +165,7 @@ def middle(runs: Sequence[Round], arm: str, key: str) -> float:
     return float(statistics.median(run[key] for run in runs if run["arm"] == arm))
 
 
-def tables(runs: Sequence[Round], replays: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def tables(runs: Sequence[Round]) -> dict[str, Any]:
     rows, ratios = [], []
     arms = list(dict.fromkeys(run["arm"] for run in runs))
     for arm in arms:
@@ -192,16 +193,6 @@ def tables(runs: Sequence[Round], replays: Mapping[str, Mapping[str, Any]]) -> d
             ratios.append(
                 [f"{first} against {arm}", key, f"{statistics.median(times):.2f}", spread]
             )
-    same = [
-        [
-            arm,
-            replay["admissions"],
-            replay["hit_tokens"],
-            replay["evictions"],
-            "the same" if replay["equal"] else f"differs: {replay['difference']}",
-        ]
-        for arm, replay in replays.items()
-    ]
     return {
         "arms": {
             "columns": [
@@ -214,10 +205,6 @@ def tables(runs: Sequence[Round], replays: Mapping[str, Mapping[str, Any]]) -> d
             "rows": rows,
         },
         "ratios": {"columns": ["", "metric", "times better", "range"], "rows": ratios},
-        "replay": {
-            "columns": ["arm", "admissions", "tokens hit", "blocks evicted", "the simulator's"],
-            "rows": same,
-        },
     }
 
 
@@ -239,32 +226,20 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 tokens[arm, number] = [reply.ids for reply in replies]
                 print(json.dumps(rounded(runs[-1])), flush=True)
         time.sleep(1)  # the last events are written
-    replays = {}
     for arm, words in commands.items():
         record = Path(words[words.index("--hc-trace") + 1])
         counted = queued_hits(record, args.talks)
         for run in runs:
             if run["arm"] == arm:
                 run.update(counted[run["round"]])
-        comparison = replay_record(record)
-        replays[arm] = {**dataclasses.asdict(comparison), "equal": comparison.equal}
     first = args.arms[0]
     equal = sum(
         a == b
         for (_, number), ids in tokens.items()
         for a, b in zip(ids, tokens[first, number], strict=True)
     )
-    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    command = machine.command()
-    here = machine.describe()
-    about = {
-        "columns": ["date", "machine", "load", "command"],
-        "rows": [[created[:10], machine.one_line(here), round(here["load_average"], 1), command]],
-    }
     return {
-        "created": created,
-        "command": command,
-        "machine": here,
+        **machine.about("queue"),
         "settings": {
             "talks": args.talks,
             "rounds": args.rounds,
@@ -279,9 +254,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "arms": {arm: shlex.join(words[2:-2]) for arm, words in commands.items()},
         },
         "rounds": runs,
-        "replays": replays,
         "replies": {"equal_to_first_arm": equal, "of": sum(map(len, tokens.values()))},
-        "tables": {"about": about, **tables(runs, replays)},
+        "tables": tables(runs),
     }
 
 

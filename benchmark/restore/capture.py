@@ -26,10 +26,10 @@ from typing import Any
 from benchmark import ROOT
 from benchmark.gpu.settings import SHAPES, make_shape, rehearsal
 from benchmark.gpu.tables import pair_rows
-from benchmark.restore.cases import answer, run_case
+from benchmark.harness import machine
+from benchmark.harness.cases import answer, run_case
+from benchmark.harness.cells import CellFile
 from benchmark.restore.goals import capture_lines
-from sglang_hc.tools.bench import machine
-from sglang_hc.tools.bench.cells import CellFile
 
 ELEMENT = 2
 """Bytes of an element of what is kept."""

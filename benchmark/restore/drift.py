@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import ROOT
-from benchmark.restore.cases import answer, run_case
-from sglang_hc.tools.bench import machine
-from sglang_hc.tools.bench.cells import CellFile
+from benchmark.harness import machine
+from benchmark.harness.cases import answer, run_case
+from benchmark.harness.cells import CellFile
 
 MODELS = "llama-mha,llama-gqa,mistral,qwen2,qwen3,gemma,phi,opt,gpt2,granite,starcoder2,deepseek-v2"
 PROMPTS = (70, 131, 200)

@@ -37,14 +37,14 @@ from typing import Any
 if not __package__:  # run by its path
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from benchmark.restore.cases import answer, run_case
+from benchmark.harness import cells, machine
+from benchmark.harness.cases import answer, run_case
 from benchmark.restore.source_report import ARMS, line_of, plot, tables_of
 from benchmark.restore.source_server import NEW, SourceServer
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import best_split, from_below
 from sglang_hc.policy.restore_plan import plan_restore
-from sglang_hc.tools.bench import cells, machine
 
 FACTORS = (0.25, 1.0, 4.0)
 """Rates of the buckets before a disk over the balance."""

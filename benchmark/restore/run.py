@@ -32,6 +32,7 @@ from typing import Any
 
 from benchmark import ROOT
 from benchmark.gpu.settings import CONTEXT, SHAPES, make_shape, rehearsal
+from benchmark.harness.cells import CellFile
 from benchmark.restore.ceilings import bound, copy_bandwidth, gemm_rate
 from benchmark.restore.engine import Engine, Stored
 from benchmark.restore.from_disk import OnDisk
@@ -42,7 +43,6 @@ from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.layer_plan import NEW_TOKENS, auto_plan
 from sglang_hc.restore.planner import RestorePlanner
-from sglang_hc.tools.bench.cells import CellFile
 from sglang_hc.tools.model_shape import ModelShape
 
 HISTORIES = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (128, 256)}

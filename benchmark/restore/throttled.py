@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmark.harness import machine
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan
 from sglang_hc.policy import copy_order
 from sglang_hc.policy.cost_model import CostModel, SourceTier
@@ -37,7 +38,6 @@ from sglang_hc.restore.path import Restoration, RestorePath
 from sglang_hc.restore.restore_pass import RestorePass
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.tools.bench import machine
 from sglang_hc.tree.block_tree import BlockNode
 from support.throttled import ThrottledCopyStream
 

@@ -25,8 +25,9 @@ from tqdm import tqdm
 from sglang_hc.tools.simulator import workloads
 from sglang_hc.tools.simulator.models import MODEL_NAMES, load_model
 from sglang_hc.tools.simulator.run import Setup, simulate
-from sglang_hc.tools.simulator.traces import Timing, read_trace
-from sglang_hc.tools.simulator.workloads import Workload, attentionstore, l_eval, sharegpt4
+from sglang_hc.tools.simulator.workloads import attentionstore, l_eval, sharegpt4
+from sglang_hc.tools.workloads.reading import Timing, read_trace
+from sglang_hc.tools.workloads.sessions import Workload
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results"

@@ -255,7 +255,7 @@ FLAGS: dict[str, Flag] = {
         need=_BELOW,
     ),
     "trace": Flag(
-        "record what the tiers do in this file; `sglang-hc replay` reads it",
+        "record the load in this file; `sglang-hc simulate` and `capacity` read it",
         "FILE",
         check=_check_trace,
     ),

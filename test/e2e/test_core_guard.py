@@ -19,7 +19,7 @@ FLAGS = (
     "--hc-forms", "hidden:2,kv:2", "--max-total-tokens", "640", "--dtype", "float32",
     "--hc-host-size-gb", "0.05", "--chunked-prefill-size", "128",
 )  # fmt: skip
-OWN = {"load_back", "insert_restoring_node", "continue_behind", "refuse", "commit", "drop",
+OWN = {"load_back", "insert_restoring_node", "load_met", "refuse", "commit", "drop",
        "forget", "give_up", "forget_saved", "stats", "stopped", "ongoing_load_back"}  # fmt: skip
 """Public names of the tree that only our own code calls, whose callers are guarded."""
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from benchmark.harness.server import ServerProcess
 from sglang_hc.store.disk.folders import (
     ModelFolder,
     fingerprint_of,
@@ -17,9 +17,9 @@ from sglang_hc.store.disk.folders import (
     store_root,
 )
 from sglang_hc.store.remote.envelope import fingerprint_of_part
-from sglang_hc.tools.bench.server import ServerProcess
 from sglang_hc.tools.disk.fsck import check
 from support.conversations import check_same_tokens
+from support.decisions import Note, note_decisions
 from support.exactness import BOUND
 from support.ranked_core import CORES, GridCore, run_ranks
 from support.ranked_turns import BLOCKS, FLAGS, Turns, check_tokens, go_on, prompts, talk
@@ -76,15 +76,18 @@ def spoil(disk: Path, part: str) -> None:
         path.write_bytes(content)
 
 
-def on_grid(rank: int, port: int, form: str, folder: str) -> tuple[Turns, Turns, list[int]]:
-    flags = ("--hc-trace", f"{folder}/t.jsonl")
-    core = engine(rank, port, "grid", form, folder, *flags)
+def on_grid(
+    rank: int, port: int, form: str, folder: str
+) -> tuple[Turns, Turns, list[int], list[Note]]:
+    core = engine(rank, port, "grid", form, folder)
+    notes: list[Note] = []
+    note_decisions(core.tree.tiers, notes)
     well = talk(core, "well")
     damaged = talk(core, "damaged", lambda: spoil(Path(folder), HIT_BY) if rank == 3 else None)
     left = core.ask(prompts("later")[0], 60).tokens
     core.settle()
     core.tree.release_host_resources()
-    return well, damaged, left
+    return well, damaged, left, notes
 
 
 def goes_on(rank: int, port: int, form: str, folder: str) -> Turns:
@@ -105,8 +108,8 @@ def test_the_disks_of_two_stages_of_two_ranks(models: None, tmp_path: Path) -> N
     assert [
         damaged[0].counted.get(f"rank{rank}_block_damaged", 0) > 0 for rank in range(RANKS)
     ] == ([False, False, False, True])
-    traces = [decisions(folder, f"pp{rank // 2}.tp{rank % 2}") for rank in range(RANKS)]
-    assert all(trace == traces[0] for trace in traces) and len(traces[0]) > 30
+    notes = found[0][3]
+    assert all(of_rank[3] == notes for of_rank in found) and len(notes) > 30
     for stage, rank in itertools.product((0, 1), repeat=2):
         assert any(part_folder(folder, f"pp2-{stage}/tp2-{rank}").block_ids())
     (report,) = check([str(folder)], False)
@@ -130,16 +133,6 @@ def test_a_remote_store_of_two_stages_of_two_ranks(models: None, tmp_path: Path)
     assert found[0].stored == BLOCKS
     keys = {file.name.split("-")[1] for file in (tmp_path / "sglang-hc").iterdir()}
     assert len(keys) == RANKS, "each rank has its own"
-
-
-def decisions(folder: Path, rank: str) -> list[dict[str, Any]]:
-    """The trace of a rank, without what only it has: token ids are made unreadable by a secret of
-    each file, and layers are those of its stage."""
-    lines = [json.loads(line) for line in (folder / f"t.jsonl.{rank}").open()]
-    for line in lines:
-        line.pop("tokens", None)
-    del lines[0]["slot_bytes"], lines[0]["layer_plan"]
-    return lines
 
 
 @pytest.mark.server

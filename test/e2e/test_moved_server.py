@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang_hc.tools.bench.server import ServerProcess
+from benchmark.harness.server import ServerProcess
 from support.served import numbers, post, start
 from support.waiting import HANGS_S
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from sglang_hc.tools.bench.server import ServerProcess
+from benchmark.harness.server import ServerProcess
 from support.core import MODELS
 from support.served import numbers, post, start
 from support.waiting import HANGS_S

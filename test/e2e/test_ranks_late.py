@@ -1,5 +1,5 @@
 """Two ranks, tensor-parallel or stages of a pipeline, of which one's I/O is late, or answers
-nothing: nobody hangs, tokens are the same, and both ranks take the same decisions, line by line.
+nothing: nobody hangs, tokens are the same, and both ranks take the same decisions, call by call.
 And what agreeing costs.
 """
 
@@ -21,6 +21,7 @@ from sglang_hc.ranks.agreement import Agreement
 from sglang_hc.store.outcome import Outcome
 from support import profiles
 from support.branching_talks import FLAGS, talk
+from support.decisions import note_decisions
 from support.ranked_core import CORES, RankedCore, StagedCore, run_ranks
 
 TALKS = 6
@@ -111,9 +112,10 @@ def run(
 ) -> tuple:
     core = CORES[kind](
         rank, port, *FLAGS, "--hc-forms", "hidden:2,kv:2", *below(what, folder),
-        "--hc-trace", f"{folder}/t.jsonl", *(MORE_AT_ONCE if kind == "pp" else ()),
+        *(MORE_AT_ONCE if kind == "pp" else ()),
     )  # fmt: skip
-    ranks = core.tree.tiers.ranks
+    ranks, notes = core.tree.tiers.ranks, []
+    note_decisions(core.tree.tiers, notes)
     if rank == LATE:
         ranks._executor._inner = Late(ranks._executor._inner, scatter)
         wrap_below(ranks, lambda inner: Late(inner, io, loses=loses))
@@ -127,18 +129,7 @@ def run(
     core.settle()
     counts = core.tree.tiers.counts()
     core.tree.release_host_resources()
-    return [core.reply(rid).tokens for rid in rids], counts
-
-
-def decisions(folder: Path, kind: str, rank: int) -> list[dict[str, Any]]:
-    """The trace of a rank. Token ids are made unreadable by a secret of each file; a stage of a
-    pipeline has layers of its own."""
-    lines = [json.loads(line) for line in (folder / f"t.jsonl.{kind}{rank}").open()]
-    for line in lines:
-        line.pop("tokens", None)
-    if kind == "pp":
-        del lines[0]["slot_bytes"], lines[0]["layer_plan"]
-    return lines
+    return [core.reply(rid).tokens for rid in rids], counts, notes
 
 
 @pytest.mark.parametrize(
@@ -166,14 +157,13 @@ def test_one_late_rank(
     }.items():
         folder = tmp_path / name
         folder.mkdir()
-        (said, counts), (same, others) = run_ranks(
+        (said, counts, notes), (same, others, noted) = run_ranks(
             run, kind, what, str(folder), late_scatters, late_io, lost
         )
         tokens.append(said)
         assert said == same
-        trace = decisions(folder, kind, 0)
-        assert trace == decisions(folder, kind, 1)
-        assert len(trace) > 300 and counts["restored_tokens"] > 0
+        assert notes == noted and len(notes) > 300
+        assert counts["restored_tokens"] > 0
         failed = {key: count for key, count in counts.items() if key.startswith("rank")}
         may_fail = {f"rank{LATE}_{kind}_timed_out" for kind in ("block", "remote", "lookup")}
         assert set(failed) <= (may_fail if lost else set())
@@ -285,7 +275,8 @@ def clear(rank: int, port: int, folder: str) -> dict[str, Any]:
         rank, port, "--hc-forms", "hidden:2,kv:2", "--hc-disk", f"{folder}:1", "--dtype", "float32",
         "--max-total-tokens", "1200", "--hc-host-size-gb", "0.2", "--chunked-prefill-size", "256",
     )  # fmt: skip
-    ranks = core.tree.tiers.ranks
+    ranks, notes = core.tree.tiers.ranks, []
+    note_decisions(core.tree.tiers, notes)
     if rank == LATE:
         ranks._executor._inner = Late(ranks._executor._inner, 0.3)
     answers: dict[str, list[bool]] = {}

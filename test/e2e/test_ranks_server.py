@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_hc.tools.bench.server import ServerProcess
+from benchmark.harness.server import ServerProcess
 from sglang_hc.tools.cli.main import main
 from support.ranked_core import CORES
 from support.served import generate, numbers, post, start, wait_for

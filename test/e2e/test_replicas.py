@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from benchmark.harness.server import ServerProcess
 from sglang_hc.store.disk.folders import model_folders, store_root
 from sglang_hc.store.disk.sharing import living_servers
-from sglang_hc.tools.bench.server import ServerProcess
 from support.served import post, start, wait_for
 from support.waiting import HANGS_S
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from sglang_hc.tools.bench.server import ServerProcess
-from sglang_hc.tools.cli.main import main
+from benchmark.__main__ import main
+from benchmark.harness.server import ServerProcess
 from support.core import MODELS
 from support.profiles import FREE_LOADING
 from support.waiting import HANGS_S, until
@@ -356,8 +356,8 @@ def test_sglangs_mooncake_trace_reader(server: ServerProcess, mooncake: Path) ->
 def test_our_benchmark_replays_a_mooncake_trace(
     server: ServerProcess, mooncake: Path, tmp_path: Path
 ) -> None:
-    words = ["bench", "multi-turn", "--base-url", server.url, "--model", str(MODELS / "llama-mha")]
-    words += ["--dataset", f"mooncake:{mooncake}", "--max-parallel", "1", "--repeat", "1"]
+    words = ["multi-turn", "--base-url", server.url, "--model", str(MODELS / "llama-mha")]
+    words += ["--dataset", str(mooncake), "--max-parallel", "1", "--repeat", "1"]
     assert main([*words, "--warmup", "1", "--output", str(tmp_path / "out")]) == 0
     run = json.loads((tmp_path / "out" / "result.json").read_text())["runs"][0]
     assert run["summary"]["total_requests"] == 6

@@ -5,13 +5,13 @@ The reference is the same engine without the tiers, on two ranks whose device ne
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 from support.core import Core, run_in_child
+from support.decisions import Note, note_decisions
 from support.ranked_core import RankedCore, run_ranks
 from support.speculation import NGRAM, SpeculativeCore
 from support.speculative_talks import (
@@ -35,6 +35,7 @@ class Spoken(NamedTuple):
     told: Told
     proposed: list[list[int]]
     accepted: list[list[list[int]]]
+    notes: list[Note]
 
 
 def plainly() -> list[int]:
@@ -50,18 +51,13 @@ def history(models: None) -> list[int]:
 def speak(rank: int, port: int, taught: list[int], evict: bool, warm: bool, *flags: str) -> Spoken:
     core = RankedSpeculativeCore(rank, port, *flags, taught=[taught], model=MODEL)
     sampling = {"temperature": 0.9} if warm else {}
+    notes: list[Note] = []
+    if evict:
+        note_decisions(core.tree.tiers, notes)
     told = converse(core, evict, **sampling)
     if evict:
         core.tree.release_host_resources()
-    return Spoken(told, core.proposed, core.accepted)
-
-
-def decisions(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """The trace of a rank. Token ids are made unreadable by a secret of each file."""
-    lines = [json.loads(line) for line in (folder / f"t.jsonl.tp{rank}").open()]
-    for line in lines:
-        line.pop("tokens", None)
-    return lines
+    return Spoken(told, core.proposed, core.accepted, notes)
 
 
 @pytest.mark.parametrize(
@@ -93,14 +89,13 @@ def test_two_ranks_propose_and_keep_alike(
     ngram = algorithm == "NGRAM"
     flags = NGRAM if ngram else draft_model(tmp_path / "draft", algorithm, shape)
     kept = run_ranks(speak, history, False, warm, *flags, *ROOMY)
-    own = ("--hc-forms", form, "--hc-disk", f"{tmp_path}/d:1", "--hc-trace", f"{tmp_path}/t.jsonl")
+    own = ("--hc-forms", form, "--hc-disk", f"{tmp_path}/d:1")
     found = run_ranks(speak, history, True, warm, *flags, *TIGHT, *own)
     assert kept[0] == kept[1]
     for of_rank, wanted in zip(found, kept, strict=True):
         check_same(of_rank.told, wanted.told)
         assert of_rank.proposed == wanted.proposed
         assert of_rank.accepted == wanted.accepted
-    trace = decisions(tmp_path, 0)
-    assert trace == decisions(tmp_path, 1) and len(trace) > 30
+    assert found[0].notes == found[1].notes and len(found[0].notes) > 30
     if ngram and not warm:
         assert len({count for _, counts in kept[0].told.verified for count in counts}) > 3

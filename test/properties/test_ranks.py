@@ -27,7 +27,7 @@ from support.copy_streams import OwnPaceStream
 from support.examples import examples
 from support.fake_io import FakeIo
 from support.fake_store import FakeStoreIo
-from support.several_ranks import Group, Notes, together
+from support.several_ranks import Group, together
 
 from .test_disk_tier_machine import FAILURES, DiskMachine
 from .test_tiers_machine import TiersMachine
@@ -48,7 +48,7 @@ class Rank(DiskMachine):
 
     def __init__(self, agreement: Agreement) -> None:
         self.ranks = agreement
-        self.notes = Notes()
+        self.notes = []
         super().__init__()
 
     def make_copy_stream(self) -> OwnPaceStream:
@@ -139,7 +139,7 @@ class Rank(DiskMachine):
         counts = {k: v for k, v in self.tiers.counts().items() if not k.startswith("rank")}
         on_their_way = len(self.disk.coming), len(self.tiers.retention.pins)
         known = list(self.disk._io._far._presence._found.items())
-        return tree, host._free, records, counts, on_their_way, known, self.notes.lines
+        return tree, host._free, records, counts, on_their_way, known, self.notes
 
     def what_is_under_way_has_its_slot_for_itself(self) -> None:
         super().what_is_under_way_has_its_slot_for_itself()
@@ -198,7 +198,7 @@ class Storm:
         for rank in self.ranks:
             rank.every_slot_has_one_owner()
             rank.what_is_under_way_has_its_slot_for_itself()
-            rank.notes.lines.clear()
+            rank.notes.clear()
 
     def action(self) -> None:
         """The same on all ranks."""
@@ -324,7 +324,7 @@ class Pipeline(Storm):
         """The first stage is through with a pass; the second handles the one before."""
         first = self.ranks[0]
         self.wanted.append(copy.deepcopy(first.picture()))
-        first.notes.lines.clear()
+        first.notes.clear()
         self.later.append(self.today)
         self.today = []
         if len(self.later) > 1:
@@ -335,7 +335,7 @@ class Pipeline(Storm):
         for call in self.later.popleft():
             call()
         assert second.picture() == self.wanted.popleft()
-        second.notes.lines.clear()
+        second.notes.clear()
         for rank in self.ranks:
             rank.every_slot_has_one_owner()
             rank.what_is_under_way_has_its_slot_for_itself()

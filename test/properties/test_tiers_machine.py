@@ -28,8 +28,8 @@ from sglang_hc.store.remote import StoreIo
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.copy_streams import LateCopyStream
+from support.decisions import Note
 from support.examples import examples
-from support.several_ranks import Notes
 from support.tiers import HIDDEN_BYTES, build, project
 
 SALTS = [None, "", "a"]
@@ -84,7 +84,7 @@ class TiersMachine(RuleBasedStateMachine):
     ring = 0
     now = 0.0
     ranks: Ranks = ALONE
-    notes: Notes | None = None
+    notes: list[Note] | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class TiersMachine(RuleBasedStateMachine):
             self.plan, slots=14, device_slots=DEVICE_SLOTS, rows=128,
             copy_stream=self.make_copy_stream(), recomputer=self, ring=self.ring,
             disk=self.make_disk, store=self.make_store, clock=lambda: self.now, ranks=self.ranks,
-            recorder=self.notes,
+            notes=self.notes,
         )  # fmt: skip
         self.free = list(range(DEVICE_SLOTS))
         self.running: dict[str, Running] = {}

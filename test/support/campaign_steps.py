@@ -17,7 +17,7 @@ PAUSE_S = 0.03
 
 
 def step(words: list[str]) -> int:
-    from sglang_hc.tools.bench.cells import CellFile
+    from benchmark.harness.cells import CellFile
 
     parser = argparse.ArgumentParser()
     parser.add_argument("name")

@@ -36,7 +36,7 @@ def pretend_gpu(gpu_gib: int = 80, memory_gib: int = 128) -> None:
     from sglang.srt import server_args
 
     import sglang_hc.memory
-    from sglang_hc.tools.bench import machine
+    from benchmark.harness import machine
 
     found = SimpleNamespace(
         name="NVIDIA H100", major=9, minor=0, total_memory=gpu_gib * GIB, multi_processor_count=132
@@ -93,17 +93,6 @@ def run_script(name: str, words: Sequence[str]) -> list[str]:
         return seen
 
 
-def run_tool(words: Sequence[str]) -> list[str]:
-    """Run `sglang-hc WORDS` in the same way."""
-    from sglang_hc.tools.cli.main import main
-
-    with _unchanged():
-        seen: list[str] = []
-        _servers(seen)
-        _note(seen, "sglang-hc", lambda: main(list(words)))
-        return seen
-
-
 def parse_only(name: str | None, words: Sequence[str]) -> list[str]:
     """Only the parser of a benchmark, of a script by its path, or of `sglang-hc`; `!` and its words
     when it refuses them."""
@@ -124,7 +113,7 @@ def _unchanged() -> Iterator[None]:
     """What commands and these functions change is as before afterwards."""
     from sglang.srt.managers.scheduler import Scheduler
 
-    from sglang_hc.tools.bench import suite
+    from benchmark.harness import suite
 
     places: list[tuple[Any, str]] = [
         (argparse.ArgumentParser, "parse_known_args"), (subprocess, "run"), (sys, "argv"),
@@ -200,7 +189,7 @@ def _engines(seen: list[str]) -> None:
 
 def _servers(seen: list[str]) -> None:
     """Servers of the benchmarks: every arm's flags."""
-    from sglang_hc.tools.bench import arms, suite
+    from benchmark.harness import arms, suite
 
     def run(self: Any) -> NoReturn:
         for arm in self._arms:

@@ -1,4 +1,4 @@
-"""A small streaming server that speaks the interfaces of SGLang, and remembers what it was asked.
+"""A small streaming server with SGLang's /generate, which remembers what it was asked.
 
 Its tokens are a pure function of the prompt, so equal servers agree; `disagree_after` makes one
 that answers something else from that prompt length on.
@@ -92,8 +92,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._json(self.fake.status, {"error": {"message": "refused by the fake"}})
         elif self.path == "/generate":
             self._generate(body)
-        elif self.path.startswith("/v1/"):
-            self._openai(body)
         else:
             self._json(404, {})
 
@@ -145,21 +143,6 @@ class _Handler(BaseHTTPRequestHandler):
         best = next_token(body["input_ids"])
         rows = [[0.0 if t == best else -self.fake.margin, t] for t in body["token_ids_logprob"]]
         return {"output_top_logprobs": [[[0.0, best]]], "output_token_ids_logprobs": [rows]}
-
-    def _openai(self, body: dict[str, Any]) -> None:
-        chat = self.path.endswith("chat/completions")
-        count = body["max_tokens"]
-        words = [f" w{i}" for i in range(count)]
-        choices: list[dict[str, Any]] = [
-            {"delta": {"content": word}} if chat else {"text": word} for word in words
-        ]
-        usage = {
-            "prompt_tokens": 40,
-            "completion_tokens": count,
-            "prompt_tokens_details": {"cached_tokens": 8},
-        }
-        events: list[Any] = [{"choices": [choice], "usage": None} for choice in choices]
-        self._stream([*events, {"choices": [], "usage": usage}])
 
 
 def serve(fake: FakeServer, port: int = 0) -> ThreadingHTTPServer:

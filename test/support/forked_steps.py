@@ -83,8 +83,8 @@ def _step(command: list[str], output: int, cwd: Path, env: Mapping[str, str]) ->
 
 
 def _replace(command: list[str]) -> None:
+    from benchmark.harness import arms
     from benchmark.restore import cases
-    from sglang_hc.tools.bench import arms
 
     cases.run_case = forked_case
     if command[0] != REAL[0] or command[command.index("--arms") + 1] != REAL[1]:

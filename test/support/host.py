@@ -19,7 +19,6 @@ from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.read_watch import OnRead
-from sglang_hc.tiers.recording import Recorder, RecordingHostTier
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import BLOCK_BYTES, TOKEN_BYTES, BlockPath, Prefix, pack_tokens
@@ -33,16 +32,10 @@ def host_tier(
     policy: EvictionPolicy[BlockNode] | None = None,
     ttl: TimeToLive[BlockNode] | None = None,
     fingerprint: bytes = FINGERPRINT,
-    recorder: Recorder | None = None,
 ) -> HostTier:
-    """An empty host tier, which evicts the least recently used blocks unless told otherwise.
-
-    recorder: is told what it does."""
+    """An empty host tier, which evicts the least recently used blocks unless told otherwise."""
     policy = LruPolicy() if policy is None else policy  # one without blocks is falsy
-    tree = BlockTree(fingerprint)
-    if recorder is not None:
-        return RecordingHostTier(recorder, tree, slots, policy, ttl)
-    return HostTier(tree, slots, policy, ttl)
+    return HostTier(BlockTree(fingerprint), slots, policy, ttl)
 
 
 def keep(

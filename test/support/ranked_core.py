@@ -15,8 +15,8 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any, ClassVar
 
+from benchmark.harness.server import free_port
 from sglang_hc.ranks.agreement import REPORT_S
-from sglang_hc.tools.bench.server import free_port
 from support.core import Core, Idle, import_engine
 
 ENV = {

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_hc.tools.bench.server import ServerProcess
+from benchmark.harness.server import ServerProcess
 from support.core import MODELS
 from support.profiles import FREE_LOADING
 from support.waiting import HANGS_S, until

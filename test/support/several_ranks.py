@@ -4,8 +4,8 @@ and all share one board of votes, as the processes of a server do."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 from sglang_hc.ranks.agreement import Agreement
 from sglang_hc.ranks.board import VoteBoard
@@ -61,13 +61,3 @@ def together(calls: Sequence[Callable[[], None]]) -> None:
         assert not thread.is_alive() or errors, "the ranks wait for each other for ever"
     if errors:
         raise errors[0]
-
-
-class Notes:
-    """In place of a `Recorder`: what one rank's tiers did, in order."""
-
-    def __init__(self) -> None:
-        self.lines: list[tuple[str, Mapping[str, Any]]] = []
-
-    def note(self, op: str, **fields: Any) -> None:
-        self.lines.append((op, fields))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ from sglang_hc.forms import (
     LayerPlan,
     StateShape,
 )
-from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.pins import RetentionPriority, SessionPins
 from sglang_hc.queue.lookahead import QueueRules
 from sglang_hc.queue.windows import LookAhead
@@ -40,9 +38,9 @@ from sglang_hc.store.executor import Completion, Operation, perform
 from sglang_hc.store.host_pool import Bytes, HostPool
 from sglang_hc.store.read_watch import not_observed
 from sglang_hc.store.remote import Chain, RemoteBlocks, StoreIo
-from sglang_hc.tiers.recording import Recorder
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
+from support.decisions import CALLS, Note, note_calls
 from support.host import host_tier, queue_over
 
 HIDDEN_BYTES = 8
@@ -131,17 +129,13 @@ class NoScheduler:
         self.waiting_queue: list[Any] = []
 
 
-def note_read(recorder: Recorder, tier: SourceTier, blocks: int, seconds: float) -> None:
-    recorder.note("read", tier=tier, blocks=blocks, seconds=seconds)
-
-
 def build(
     plan: LayerPlan, slots: int, device_slots: int, rows: int = 64, buffers: int = 3,
     copy_stream: CopyStream | None = None, recomputer: Recomputer | None = None,
     ring: int = 0,
     disk: Callable[[HostPool], OwnDisk] | None = None,
     store: Callable[[HostPool], StoreIo] | None = None, clock: Callable[[], float] = time.monotonic,
-    ranks: Ranks = ALONE, recorder: Recorder | None = None,
+    ranks: Ranks = ALONE, notes: list[Note] | None = None,
     draft: DraftLayers = NO_DRAFT,
 ) -> tuple[Tiers, ToyPool, StepExecutor]:  # fmt: skip
     """Tiers over toy parts. `rows` x `buffers` bounds what may be on its way to slots.
@@ -149,11 +143,13 @@ def build(
     ring: bytes that stand for the device's own memory, which rows are saved through; 0 for none.
     disk: makes what lies below the host tier, whose requests are fetched as they arrive. store:
     makes a remote store behind the disk. ranks: who decides with them; several have a clock of
-    their own. recorder: is told what the host tier does, and what reads took.
+    their own. notes: get what the host tier does, and what reads took.
     """
     clock = clock if ranks.count == 1 else ranks.clock
     layout = BlockLayout(plan, StateShape(plan.num_layers, HIDDEN_BYTES, PARTS, "uint8"), draft)
-    host = host_tier(slots, fingerprint=layout.fingerprint("toy"), recorder=recorder)
+    host = host_tier(slots, fingerprint=layout.fingerprint("toy"))
+    if notes is not None:
+        note_calls(host, CALLS, notes)
     pool, device = HostPool(layout, slots), ToyPool(device_slots, layout.num_layers)
     copy_stream = copy_stream or HostCopyStream()
     snapshots = np.zeros((buffers, plan.hidden, rows, HIDDEN_BYTES), dtype=np.uint8)
@@ -171,7 +167,9 @@ def build(
         io: BlockIo = ranks.blocks(disk(pool), 0)
         if store is not None:
             io = Chain(io, RemoteBlocks(ranks.store(store(pool)), io.counts, clock))
-        on_read = partial(note_read, recorder) if recorder is not None else not_observed
+        on_read = not_observed
+        if notes is not None:
+            on_read = lambda *read: notes.append(("read", list(read), None))  # noqa: E731
         below = DiskTier(io, host, clock, on_read, ranks.pause)
     on_ready = below.spill if below is not None else lambda node: None
     staging = StagingRing.sized_for(layout.shape, CPU, copy_stream)

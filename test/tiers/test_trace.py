@@ -1,19 +1,27 @@
-"""Pseudonyms of a trace: the shape of the radix tree stays, the ids do not."""
+"""A trace has no tokens, no names and no gaps that it does not tell; its pseudonyms keep the shape
+of the radix tree."""
 
 from __future__ import annotations
 
+import base64
+import json
 import os
+import threading
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.tiers.trace import TOKEN_LIMIT, Pseudonyms, TraceWriter
+from sglang_hc.queue.requests import Serial
+from sglang_hc.tiers.trace import TOKEN_LIMIT, Pseudonyms, Recorder
 from sglang_hc.tree.block_tree import common_tokens
-from sglang_hc.tree.identity import BLOCK_BYTES, pack_tokens
+from sglang_hc.tree.identity import BLOCK_BYTES, TOKEN_BYTES, Prefix, pack_tokens
+from support.host import FINGERPRINT
+from support.waiting import until
 
 
 def disguise(names: Pseudonyms, tokens: list[int], namespace: str | None = None) -> bytes:
@@ -55,13 +63,84 @@ def test_an_id_too_large_is_refused() -> None:
         Pseudonyms().block(1, pack_tokens([TOKEN_LIMIT]))
 
 
+def events(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
+
+
+def test_no_token_or_namespace_is_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    recorder = Recorder(path, {}, FINGERPRINT)
+    secret = pack_tokens(list(range(40_000, 40_000 + 100)))
+    recorder.arrived(Serial(0), Prefix("tenant-of-mallory", secret))
+    recorder.close()
+    assert "mallory" not in path.read_text()
+    blocks = [event["tokens"] for event in events(path) if event["op"] == "block"]
+    recorded = b"".join(map(base64.b64decode, blocks))
+    assert len(recorded) == len(secret)
+    ids = {secret[i : i + TOKEN_BYTES] for i in range(0, len(secret), TOKEN_BYTES)}
+    assert not ids & {recorded[i : i + TOKEN_BYTES] for i in range(0, len(recorded), TOKEN_BYTES)}
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_request_is_admitted_with_what_it_was_last_matched_with(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    recorder = Recorder(path, {}, FINGERPRINT, clock=lambda: 5.0)
+    one, other = Serial(0), Serial(1)
+    recorder.matched(one, 64, 10)
+    recorder.passed_over(one)
+    recorder.passed_over(one)
+    recorder.matched(one, 0, 70)
+    recorder.matched(other, 1, 1)
+    recorder.admitted(one, 60, 20)
+    recorder.admitted(one, 60, 20)  # it decodes
+    recorder.gone(other)
+    recorder.close()
+    assert events(path) == [
+        {"op": "passed", "t": 0.0, "req": 0},
+        {"op": "admit", "t": 0.0, "req": 0, "device": 0, "hit": 70, "restored": 60, "disk": 20},
+        {"op": "gone", "t": 0.0, "req": 1},
+        {"op": "end", "t": 0.0},
+    ]
+    assert recorder.stats() == {"trace_events": 4, "trace_dropped": 0}
+
+
+def test_a_writer_that_is_behind_costs_events_and_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "t.jsonl"
+    moving = threading.Event()
+    recorder = Recorder(path, {}, FINGERPRINT, limit=3)
+    write = recorder._writer._line
+    monkeypatch.setattr(recorder._writer, "_line", lambda line: (moving.wait(), write(line)))
+    for number in range(9):
+        recorder.gone(Serial(number))
+    moving.set()
+    until(lambda: not recorder._writer.queue)
+    recorder.gone(Serial(9))
+    recorder.close()
+    (gap,) = (place for place, event in enumerate(events(path)) if event["op"] == "lost")
+    assert events(path)[gap] == {"op": "lost", "events": recorder.dropped}
+    assert 5 <= recorder.dropped <= 6  # one may have been taken from the queue
+    assert [event["req"] for event in events(path)[gap + 1 : -1]] == [9]
+
+
+def test_a_file_that_exists_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text("mine")
+    with pytest.raises(FileExistsError):
+        Recorder(path, {}, FINGERPRINT)
+    assert path.read_text() == "mine"
+
+
 def test_a_full_disk_ends_the_trace_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    writer = TraceWriter(tmp_path / "trace", {}, bytes(16))
+    recorder = Recorder(tmp_path / "trace", {}, FINGERPRINT)
     with open("/dev/full", "wb") as full:
-        os.dup2(full.fileno(), writer._file.fileno())
-    writer.queue.append(("end", {"t": 1.0}))
-    writer.close()
-    assert writer.failed and "writing the trace failed" in caplog.text
+        os.dup2(full.fileno(), recorder._writer._file.fileno())
+    recorder.gone(Serial(0))
+    until(lambda: recorder._writer.failed)
+    recorder.gone(Serial(1))
+    recorder.close()
+    assert recorder.dropped == 2 and "writing the trace failed" in caplog.text
     assert (tmp_path / "trace").read_bytes().count(b"\n") == 1

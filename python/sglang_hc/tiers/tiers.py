@@ -21,6 +21,7 @@ from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.tiers.retention import Retention
+from sglang_hc.tiers.trace import Recorder
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.forgetting import Forgetting
 from sglang_hc.tree.host_tier import HostTier
@@ -37,7 +38,8 @@ history, while one waits for its turn, and while pins or a time to live can end.
 class Tiers:
     """The parts of one model's tiers. disk: what is below the host tier; None for nothing.
     exactness: what was measured at start of what comes back. ranks: who decides
-    with them. own_errors: counts of what was wrong with a request, or with us, and cost reuse."""
+    with them. own_errors: counts of what was wrong with a request, or with us, and cost reuse.
+    recorder: of the load; None for none."""
 
     host: HostTier
     disk: DiskTier | None
@@ -48,6 +50,7 @@ class Tiers:
     exactness: Exactness
     ranks: Ranks = ALONE
     own_errors: Counter[str] = field(default_factory=Counter)
+    recorder: Recorder | None = None
 
     @property
     def layout(self) -> BlockLayout:
@@ -144,6 +147,8 @@ class Tiers:
             self.disk.close()
         self.capture.scatters.close()
         self.restorer.path.copy_stream.close()
+        if self.recorder is not None:
+            self.recorder.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError if an invariant does not hold. O(slots)."""
@@ -167,6 +172,8 @@ class Tiers:
         plan, counts = str(self.restorer.planner.plan), self.counts()
         ranks = self.ranks.reports(counts)
         shown: dict[str, object] = {} if self.decides_alone else {"ranks": ranks}
+        if self.recorder is not None:
+            shown |= self.recorder.stats()
         return {"layer_plan": plan, **self.exactness.stats(), **self.levels(), **counts, **shown}
 
     def levels(self) -> dict[str, float]:

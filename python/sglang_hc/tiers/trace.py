@@ -1,38 +1,25 @@
-"""What a trace of a server holds: its format, its writer, and token ids made unreadable.
+"""The load of a server, recorded (`--hc-trace`): its format, its writer, its token ids disguised.
 
-A trace (`--hc-trace`) is a file of JSON objects, one a line: a header, then events in the order of
-the scheduler thread. `tiers.recording` writes it, `tools.simulator.recorded` replays it. It must
-show which prompts share how many tokens, and nothing else of them.
+A trace is a file of JSON objects, one a line: a header, then events in the order of the scheduler
+thread. `sglang-hc simulate` and `capacity` read it. It shows which prompts share how many tokens,
+and nothing else of them.
 
 Header: `trace` ("sglang-hc"), `version`, `host_slots`, `slot_bytes`, `layer_plan`, `page_size`,
 `eviction` and `prefetch` as served.
 
-Events, by `op`. Blocks are numbered in order of appearance, requests as they came; a block in the
-host tier is named by its slot. `t`: seconds since the start. `gone`: slots whose blocks left, in
-this order. `spared`: slots kept for sooner requests.
+Events, by `op`. Blocks are numbered in order of appearance, requests as they came. `t`: seconds
+since the start.
 
     root       block                   a namespace
     block      block, parent, tokens   a block after another; shifted ids, big-endian int32, base64
     arrive     t, req, path            queued; `path` is the last block of its prompt
-    look       t, order, needs         the eviction window, next first; needs of those that came in
-    discard    req                     left the window
-    admit      t, req, limit, device, hit, restored, disk
-                                       of the first `limit` tokens `device` were on the device and
-                                       `hit` more in the tiers; `restored` came back, `disk` of them
-                                       were read for this request
     passed     t, req                  its state was still on the way; once until it is admitted
+    admit      t, req, device, hit, restored, disk
+                                       `device` tokens were on the device and `hit` more in the
+                                       tiers; `restored` came back, `disk` of them were read for
+                                       this request
     gone       t, req                  left the queue unserved
-    finish     t, req, path            is over
-    stage      slot, gone, spared      a free slot was wanted (null: there was none)
-    unstage    slot                    it was not needed
-    publish    slot, under, block, created, gone
-                                       the slot holds this block, below slot `under` (-1: a root)
-    ready      slot                    its bytes are in place and can be hit
-    access, pin, unpin   slots         used, root first; kept from leaving; no longer kept
-    hold       block, on               pinned for its session, or released
-    evict      count, gone, spared     room was wanted
-    drop       slot                    a block was dropped
-    clear                              all were
+    finish     t, req, path            is over; `path` is all that was computed
     lost       events                  this many events are missing
     end        t                       the server stopped in order
 """
@@ -45,8 +32,9 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -60,7 +48,7 @@ from sglang_hc.tree.identity import Prefix, block_id, root_id
 
 logger = logging.getLogger(__name__)
 
-TRACE_VERSION = 1
+TRACE_VERSION = 2
 
 TOKEN_LIMIT = 1 << 30
 """Token ids from here on cannot be made unreadable; no vocabulary comes near."""
@@ -119,10 +107,99 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 
 
 WRITE_EVERY_S = 0.05
+"""How often the writer looks for events."""
 
+QUEUED_EVENTS = 200_000
+"""Events that may wait to be written; beyond it they are left out and counted."""
 
 Event = tuple[str, Mapping[str, Any]]
-"""(op, fields): plain values, and what `TraceWriter` writes as numbers."""
+"""(op, fields): plain values, and as `path` a `Prefix`, which `TraceWriter` writes as the number of
+its last block."""
+
+
+class Recorder:
+    """Takes note of requests; the scheduler thread calls everything here.
+
+    It only appends to a bounded queue. A writer thread makes token ids unreadable and writes the
+    lines. What it cannot keep up with is left out and counted, and the file says where.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        header: Mapping[str, object],
+        fingerprint: bytes,
+        limit: int = QUEUED_EVENTS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises FileExistsError or another OSError when the file cannot be made."""
+        self._writer = TraceWriter(path, header, fingerprint)
+        self._limit = limit
+        self._lost = 0
+        self._clock = clock
+        self._started = clock()
+        self._matched: dict[Serial, dict[str, int]] = {}
+        self._passed: set[Serial] = set()
+        self.events = 0
+        self.dropped = 0
+
+    def arrived(self, request: Serial, prompt: Prefix) -> None:
+        """A request with this prompt was queued, or queued again."""
+        self._note("arrive", req=request, path=prompt)
+
+    def matched(self, request: Serial, on_device: int, hit: int) -> None:
+        """A request was looked up: `hit` tokens are in the tiers beyond those on the device.
+
+        Becomes an event when the request is admitted before it is looked up again.
+        """
+        self._matched[request] = {"device": on_device, "hit": hit}
+
+    def passed_over(self, request: Serial) -> None:
+        """The request could have been admitted, but its state is still on the way."""
+        if request not in self._passed:
+            self._passed.add(request)
+            self._note("passed", req=request)
+
+    def admitted(self, request: Serial, restored: int, from_disk: int) -> None:
+        """The request is in a batch; `restored` tokens of its hit come back from the tiers."""
+        match = self._matched.pop(request, None)
+        self._passed.discard(request)
+        if match is not None:
+            self._note("admit", req=request, **match, restored=restored, disk=from_disk)
+
+    def gone(self, request: Serial) -> None:
+        """The request left the queue without being admitted."""
+        self._matched.pop(request, None)
+        self._passed.discard(request)
+        self._note("gone", req=request)
+
+    def finished(self, request: Serial, computed: Prefix) -> None:
+        """The request is over; `computed` is what was computed of prompt and answer."""
+        self._matched.pop(request, None)
+        self._note("finish", req=request, path=computed)
+
+    def stats(self) -> dict[str, object]:
+        """Plain numbers for /server_info and the metrics."""
+        return {"trace_events": self.events, "trace_dropped": self.dropped}
+
+    def close(self) -> None:
+        """Write what is queued and close the file."""
+        self._limit += 2  # room for the last words
+        self._note("end")
+        self._writer.close()
+
+    def _note(self, op: str, **fields: Any) -> None:
+        """One event. Its fields must not change afterwards."""
+        queue = self._writer.queue
+        if len(queue) >= self._limit or self._writer.failed:
+            self._lost += 1
+            self.dropped += 1
+            return
+        if self._lost:
+            queue.append(("lost", {"events": self._lost}))
+            self._lost = 0
+        queue.append((op, {"t": round(self._clock() - self._started, 4), **fields}))
+        self.events += 1
 
 
 class TraceWriter:
@@ -131,11 +208,6 @@ class TraceWriter:
     Requests are named by their numbers; the ids that clients give them are never written. A block
     gets a number at its first appearance, with a line that has the number of the block before it
     and the pseudonyms of its tokens. All of these are remembered for as long as the server runs.
-    These fields of events become numbers:
-
-        path    a `Prefix`: its last block
-        block   a block's identity, or the namespace, parent's identity and packed tokens of one
-        needs   block identities by request
     """
 
     def __init__(self, path: Path, header: Mapping[str, object], fingerprint: bytes) -> None:
@@ -144,13 +216,6 @@ class TraceWriter:
         self._fingerprint = fingerprint
         self._names = Pseudonyms()
         self._blocks: dict[bytes, tuple[int, int]] = {}  # identity: (number, state behind it)
-        self._count = 0
-        self._unseen: set[bytes] = set()  # named without having come by
-        self._numbers: dict[str, Callable[[Any], object]] = {
-            "path": self._path,
-            "block": lambda one: self._known(one) if isinstance(one, bytes) else self._child(*one),
-            "needs": self._needs,
-        }
         self._file = open(path, "xb", opener=_private)  # noqa: SIM115
         self._line({"trace": "sglang-hc", "version": TRACE_VERSION, **header})
         self._file.flush()
@@ -177,27 +242,17 @@ class TraceWriter:
             self.queue.clear()
 
     def _event(self, op: str, fields: Mapping[str, Any]) -> None:
-        number = self._numbers
-        plain = {n: number[n](value) if n in number else value for n, value in fields.items()}
-        self._line({"op": op, **plain})
-
-    # Numbers
+        path = {"path": self._path(fields["path"])} if "path" in fields else {}
+        self._line({"op": op, **fields, **path})
 
     def _path(self, prefix: Prefix) -> int:
         """Number of the block that ends a sequence; of the root for an empty one."""
-        parent, above = root_id(self._fingerprint, prefix.namespace), self._root(prefix.namespace)
+        identity, above = root_id(self._fingerprint, prefix.namespace), self._root(prefix.namespace)
         for index in range(-(-prefix.num_tokens // BLOCK_TOKENS)):
-            piece = prefix.block(index)
-            above = self._block(parent, above, piece)
-            parent = block_id(self._fingerprint, parent, piece)
+            tokens = prefix.block(index)
+            identity = block_id(self._fingerprint, identity, tokens)
+            above = self._blocks.get(identity) or self._block(identity, above, tokens)
         return above[0]
-
-    def _child(self, namespace: str | None, parent: bytes, tokens: bytes) -> int:
-        above = self._blocks.get(parent) or self._root(namespace)
-        return self._block(parent, above, tokens)[0]
-
-    def _needs(self, blocks: Mapping[Serial, Sequence[bytes]]) -> dict[int, list[int]]:
-        return {r: [self._known(i) for i in ids] for r, ids in blocks.items()}
 
     def _root(self, namespace: str | None) -> tuple[int, int]:
         identity = root_id(self._fingerprint, namespace)
@@ -207,29 +262,15 @@ class TraceWriter:
             self._line({"op": "root", "block": known[0]})
         return known
 
-    def _block(self, parent: bytes, above: tuple[int, int], tokens: bytes) -> tuple[int, int]:
-        identity = block_id(self._fingerprint, parent, tokens)
-        known = self._blocks.get(identity)
-        if known is None or identity in self._unseen:
-            self._unseen.discard(identity)
-            pseudonyms, state = self._names.block(above[1], tokens)
-            known = self._name(identity, state)
-            text = base64.b64encode(pseudonyms).decode()
-            self._line({"op": "block", "block": known[0], "parent": above[0], "tokens": text})
-        return known
-
-    def _known(self, identity: bytes) -> int:
-        """Number of a block. One that came by in an event that was left out has no tokens."""
-        known = self._blocks.get(identity)
-        if known is None:
-            self._unseen.add(identity)
-            known = self._name(identity, 0)
-            self._line({"op": "block", "block": known[0], "parent": None, "tokens": ""})
-        return known[0]
+    def _block(self, identity: bytes, above: tuple[int, int], tokens: bytes) -> tuple[int, int]:
+        pseudonyms, state = self._names.block(above[1], tokens)
+        named = self._name(identity, state)
+        text = base64.b64encode(pseudonyms).decode()
+        self._line({"op": "block", "block": named[0], "parent": above[0], "tokens": text})
+        return named
 
     def _name(self, identity: bytes, state: int) -> tuple[int, int]:
-        self._blocks[identity] = named = (self._count, state)
-        self._count += 1
+        self._blocks[identity] = named = (len(self._blocks), state)
         return named
 
     def _line(self, fields: Mapping[str, object]) -> None:

@@ -19,7 +19,7 @@ import pytest
 import sglang_hc
 from benchmark.gpu import campaign, install, published, runner
 from benchmark.gpu.steps import CALL_MINUTES, CALLS, STEPS
-from sglang_hc.tools.bench.cells import latest, read
+from benchmark.harness.cells import latest, read
 from support import campaign_steps
 from support.waiting import HANGS_S
 

@@ -19,8 +19,8 @@ from benchmark import ROOT
 from benchmark.gpu import campaign
 from benchmark.gpu.published import publish
 from benchmark.gpu.steps import STEPS
-from sglang_hc.tools.bench import report
-from sglang_hc.tools.bench.cells import latest, read
+from benchmark.harness import report
+from benchmark.harness.cells import latest, read
 from support.forked_steps import fork_steps
 
 MINUTES = 45

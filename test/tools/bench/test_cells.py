@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hc.tools.bench import cells
-from sglang_hc.tools.bench.cells import FAILED, OK, CellFile, append, latest, read
+from benchmark.harness import cells
+from benchmark.harness.cells import FAILED, OK, CellFile, append, latest, read
 
 
 def cell(key: str, status: str = OK, **values: Any) -> dict[str, Any]:

@@ -26,10 +26,11 @@ PAGES = sorted(
 ENGINE_SCRIPTS = (
     *(f"benchmark.restore.{name}" for name in ("run", "drift", "capture")),
     *(f"benchmark.gpu.{name}" for name in ("multi_turn", "overhead", "smoke")),
+    "benchmark.__main__",
 )
 COMMAND = re.compile(
     r"^(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?"
-    r"(?P<what>python -m (?:sglang_hc\.launch_server|benchmark(?:\.\w+)+)|sglang-hc|"
+    r"(?P<what>python -m (?:sglang_hc\.launch_server|benchmark(?:\.\w+)*)|sglang-hc|"
     r"python (?:benchmark|scripts|sgl-kernel-ext)/\S+\.py)(?P<words>.*)$"
 )
 PLACES = {
@@ -66,9 +67,9 @@ def try_command(what: str, words: list[str]) -> list[str]:
     if what.endswith("launch_server"):
         return dry_run.try_server(words)
     if what == "sglang-hc":
-        bench = words[:1] == ["bench"]
-        return dry_run.run_tool(words) if bench else dry_run.parse_only(None, words)
+        return dry_run.parse_only(None, words)
     script = what.removeprefix("python ").removeprefix("-m ")
+    script = "benchmark.__main__" if script == "benchmark" else script
     if script in ENGINE_SCRIPTS:
         return dry_run.run_script(script, words)
     return dry_run.parse_only(script, words)

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from sglang_hc.tools.bench import documents
-from sglang_hc.tools.bench.client import APIS, Client, History, Reply, make_api
-from sglang_hc.tools.bench.driver import Pace, drive
-from sglang_hc.tools.bench.tokens import Tokenizer, load_tokenizer
-from sglang_hc.tools.bench.traces import TraceReader, parse_dataset
-from sglang_hc.tools.bench.workload import Session, Trace, Turn, Vocabulary
+from benchmark.harness import documents
+from benchmark.harness.client import Client
+from benchmark.harness.driver import Pace, drive
+from benchmark.harness.tokens import Tokenizer, load_tokenizer
+from benchmark.harness.workload import prompt_ids
 from sglang_hc.tools.cli.main import UsageError
+from sglang_hc.tools.workloads.sessions import Session, Workload
 
 ROOT = Path(__file__).resolve().parents[3]
 TALK = {
@@ -40,14 +40,12 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def read(path: Path, tokenizer: Tokenizer, limit: int = 9) -> Trace:
-    reader = TraceReader(path, Vocabulary(1000), lambda: tokenizer, 1, limit)
-    return reader.read("documents")
+def read(path: Path, tokenizer: Tokenizer, limit: int = 9) -> tuple[Session, ...]:
+    return documents.read(path, tokenizer, limit)
 
 
 def test_the_ids_are_those_of_the_whole_chat(file: Path, tokenizer: Tokenizer) -> None:
-    trace = read(file, tokenizer)
-    (session, _) = trace.sessions
+    session, _ = read(file, tokenizer)
     assert tokenizer.end is not None and session.end_id == tokenizer.end[0]
     replies = [" the water was long", " great house"]
     outputs = [tokenizer.encode(replies[0]), [*tokenizer.encode(replies[1]), tokenizer.end[0]]]
@@ -58,45 +56,34 @@ def test_the_ids_are_those_of_the_whole_chat(file: Path, tokenizer: Tokenizer) -
             chat.append({"role": "assistant", "content": replies[before]})
             chat.append({"role": "user", "content": user[before + 1]})
         # The first reply was cut, the second ended by itself: the history is the same chat.
-        assert trace.prompt_ids(0, turn, outputs[:turn]) == tokenizer.encode(tokenizer.chat(chat))
+        assert prompt_ids(session, turn, outputs[:turn]) == tokenizer.encode(tokenizer.chat(chat))
     assert [turn.label for turn in session.turns] == TALK["questions"]
-    assert [turn.output_len for turn in session.turns] == [4, 4, 4]
+    assert [turn.answer.length for turn in session.turns] == [4, 4, 4]
 
 
 def test_the_limit_counts_conversations(file: Path, tokenizer: Tokenizer) -> None:
-    assert len(read(file, tokenizer, 1).sessions) == 1
+    assert len(read(file, tokenizer, 1)) == 1
 
 
 def test_what_is_sent_is_what_the_comparison_assumes(
     fake_server: Callable[..., Any], file: Path, tokenizer: Tokenizer
 ) -> None:
     fake = fake_server()
-    trace = read(file, tokenizer)
+    sessions = read(file, tokenizer)
 
     async def ask() -> Any:
-        async with Client(fake.url, make_api("generate", "m"), 30) as client:
-            return await drive(client, trace, Pace(max_parallel=1, round_barrier=True))
+        async with Client(fake.url, 30) as client:
+            return await drive(
+                client, Workload("test", sessions), Pace(max_parallel=1, round_barrier=True)
+            )
 
     outputs = asyncio.run(ask()).outputs()
     sent = [body["input_ids"] for body in fake.paths("/generate")]
     turns = [(session, turn) for turn in range(3) for session in range(2)]
     assert sent == [
-        trace.prompt_ids(s, t, [outputs[s, before].reply.ids for before in range(t)])
+        prompt_ids(sessions[s], t, [outputs[s, before].reply.ids for before in range(t)])
         for s, t in turns
     ]
-
-
-@pytest.mark.parametrize("api", APIS)
-@pytest.mark.parametrize("end_id", [None, 7])
-def test_a_reply_ends_freely_only_where_the_history_says_so(api: str, end_id: int | None) -> None:
-    history = History(Session("s", (Turn((1,), 3),), end_id=end_id))
-    history.ask(Turn((1,), 3, text="x"))
-    body = make_api(api, "m").body(history, 3)
-    where = body.get("sampling_params", body)
-    assert where["ignore_eos"] is (end_id is None)
-    history.answer(Reply(ids=[4, 5]))
-    history.answer(Reply(ids=[6, 7]))
-    assert history.ids == ([1, 4, 5, 6, 7] if end_id is None else [1, 4, 5, 7, 6, 7])
 
 
 @pytest.mark.parametrize(
@@ -105,7 +92,6 @@ def test_a_reply_ends_freely_only_where_the_history_says_so(api: str, end_id: in
         ({"lines": [0, 2]}, "has lines 1 to 4, not 0 to 2"),
         ({"lines": [3, 5]}, "has lines 1 to 4, not 3 to 5"),
         ({"lines": [3, 2]}, "not 3 to 2"),
-        ({"document": "none.txt"}, "No such file"),
         ({"questions": []}, "conversation 0 needs a question"),
         ({"reply_tokens": 0}, "reply_tokens"),
         ({"lines": "all"}, "lines"),
@@ -138,6 +124,5 @@ def test_a_template_that_does_not_end_replies_is_refused(
 
 
 def test_the_demos_conversations_can_be_read(tokenizer: Tokenizer) -> None:
-    _, path = parse_dataset(f"documents:{ROOT / 'benchmark' / 'texts' / 'conversations.json'}")
-    trace = read(path, tokenizer)
-    assert len(trace.sessions) == 5 and trace.num_requests == 15
+    sessions = read(ROOT / "benchmark" / "texts" / "conversations.json", tokenizer)
+    assert len(sessions) == 5 and sum(len(session.turns) for session in sessions) == 15

@@ -14,8 +14,8 @@ import pytest
 from benchmark import ROOT
 from benchmark.gpu import settings
 from benchmark.gpu.tables import served_results
-from sglang_hc.tools.bench import arms, report
-from sglang_hc.tools.bench.cells import latest, read
+from benchmark.harness import arms, report
+from benchmark.harness.cells import latest, read
 
 pytestmark = pytest.mark.long
 

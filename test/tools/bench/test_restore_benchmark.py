@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from benchmark.harness import machine
+from benchmark.harness.cases import run_case
+from benchmark.harness.cells import CellFile, latest, read
 from benchmark.restore import from_source, run
 from benchmark.restore.capture import host_gb
-from benchmark.restore.cases import run_case
 from benchmark.restore.ceilings import bound
 from benchmark.restore.goals import restore_lines
 from sglang_hc.forms import LayerPlan, StateShape
-from sglang_hc.tools.bench import machine
-from sglang_hc.tools.bench.cells import CellFile, latest, read
 from sglang_hc.tools.model_shape import ModelShape
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from sglang_hc.tools.bench import arms, screen
+from benchmark import demo
+from benchmark.harness import arms, screen
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -22,15 +21,6 @@ def result() -> dict[str, Any]:
         (ROOT / "benchmark/results/cpu-multi-turn.json").read_text()
     )
     return loaded
-
-
-@pytest.fixture
-def demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("demo", ROOT / "scripts" / "demo.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def shown(result: dict[str, Any]) -> list[str]:
@@ -76,7 +66,6 @@ def test_the_sentence_hides_no_loss_and_no_difference(result: dict[str, Any]) ->
 
 @pytest.mark.parametrize(("which", "servers"), [("talk", 2), ("forms", 3)])
 def test_the_demos_print_one_screen(
-    demo: ModuleType,
     which: str,
     servers: int,
     tiny_tokenizer: Path,
@@ -111,15 +100,13 @@ def test_long_answers_are_shortened(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["walk"], ["--model", "x"]])
-def test_a_demo_that_is_not_there(
-    demo: ModuleType, words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_demo_that_is_not_there(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(words) == 2
     assert capsys.readouterr().err == "demo: give one of talk, forms first\n"
 
 
 def test_a_mistake_in_the_demos_flags_is_one_line(
-    demo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert demo.main(["talk", "--model", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hc.tools.bench.server import ServerFailed, ServerProcess, free_port
+from benchmark.harness.server import ServerFailed, ServerProcess, free_port
 from support.waiting import is_over, until
 
 SERVER = """
@@ -99,7 +99,7 @@ def test_a_port_lost_while_starting_is_replaced(
     taken = socket.socket()
     taken.bind(("127.0.0.1", 0))
     ports = iter([taken.getsockname()[1], free_port()])
-    monkeypatch.setattr("sglang_hc.tools.bench.server.free_port", lambda: next(ports))
+    monkeypatch.setattr("benchmark.harness.server.free_port", lambda: next(ports))
     with taken, ServerProcess("fake_launch", ["--hang"], module, tmp_path / "log") as server:
         assert server.port != taken.getsockname()[1]
         assert urllib.request.urlopen(f"{server.url}/health").status == 200

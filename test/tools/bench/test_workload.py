@@ -7,21 +7,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hc.tools.bench.workload import (
+from benchmark.harness.workload import (
     ChatSpec,
     Distribution,
-    Session,
-    Trace,
-    Turn,
+    History,
     Vocabulary,
     arrivals,
     clipped,
+    longest_prompt,
+    prompt_ids,
     synthetic_chat,
+    unpacked,
     with_arrivals,
     with_think,
     zipf_weights,
 )
 from sglang_hc.tools.cli.main import UsageError
+from sglang_hc.tools.workloads.sessions import Ids, Session, Span, Turn, Workload
+from sglang_hc.tree.identity import pack_tokens
 
 
 def spec(**changes: object) -> ChatSpec:
@@ -88,26 +91,46 @@ def test_a_bad_distribution_names_its_option(text: str) -> None:
         Distribution.parse(text, "--input-len")
 
 
+def said(*ids: int) -> Ids:
+    return Ids(pack_tokens(ids))
+
+
+def ids_of(turn: Turn) -> list[int]:
+    return [token for part in turn.said for token in unpacked(part).tolist()]
+
+
 @given(seed=st.integers(0, 2**32))
-def test_equal_seeds_give_equal_traces(seed: int) -> None:
+def test_equal_seeds_give_equal_workloads(seed: int) -> None:
     vocabulary = Vocabulary(500, frozenset({3, 4}))
-    first = synthetic_chat(spec(), vocabulary, [seed])
-    assert first == synthetic_chat(spec(), vocabulary, [seed])
-    assert first != synthetic_chat(spec(), vocabulary, [seed, 1])
+    made = synthetic_chat(spec(), [seed])
+    first = vocabulary.spoken(made, [seed])
+    assert first == vocabulary.spoken(synthetic_chat(spec(), [seed]), [seed])
+    assert first != vocabulary.spoken(made, [seed, 1])
     for session in first.sessions:
-        assert len(session.system_ids) == 7
-        assert session.turns[0].think_s == 0
+        assert len(session.turns[0].said) == 2 and session.turns[0].said[0].length == 7
+        assert session.turns[0].think == 0
         for turn in session.turns:
-            assert turn.ids and turn.output_len >= 1
-            assert all(0 <= token < 500 and token not in (3, 4) for token in turn.ids)
+            ids = ids_of(turn)
+            assert ids and turn.answer.length >= 1
+            assert all(0 <= token < 500 and token not in (3, 4) for token in ids)
+
+
+def test_equal_spans_get_equal_ids_and_ids_of_the_model_stay() -> None:
+    own = said(9, 499, 1 << 30)
+    turns = (Turn((Span(5, 40), Span(7, 3)), Span(0, 1)), Turn((own,), Span(0, 1)))
+    spoken = Vocabulary(500).spoken(Workload("test", (Session(0.0, turns),)), [1])
+    (long, part), (kept,) = (
+        [unpacked(said).tolist() for said in turn.said] for turn in spoken.sessions[0].turns
+    )
+    assert part == long[2:5] and len(set(long)) > 30
+    assert kept[:2] == [9, 499] and kept[2] < 500
 
 
 def test_system_prompts_are_shared_on_request_only() -> None:
-    vocabulary = Vocabulary(500)
-    own = synthetic_chat(spec(), vocabulary, [0])
-    shared = synthetic_chat(spec(system_shared=True), vocabulary, [0])
-    assert len({session.system_ids for session in own.sessions}) == 5
-    assert len({session.system_ids for session in shared.sessions}) == 1
+    own = synthetic_chat(spec(), [0])
+    shared = synthetic_chat(spec(system_shared=True), [0])
+    assert len({session.turns[0].said[0] for session in own.sessions}) == 5
+    assert len({session.turns[0].said[0] for session in shared.sessions}) == 1
 
 
 def test_poisson_arrivals_have_their_rate_and_scale_with_it() -> None:
@@ -121,30 +144,39 @@ def test_poisson_arrivals_have_their_rate_and_scale_with_it() -> None:
 
 
 def test_arrivals_and_think_change_times_only() -> None:
-    trace = synthetic_chat(spec(), Vocabulary(500), [0])
+    workload = synthetic_chat(spec(), [0])
     think = Distribution.parse("3", "--think")
-    timed = with_think(with_arrivals(trace, "poisson", 1.0, [5]), think, [6])
-    for before, after in zip(trace.sessions, timed.sessions, strict=True):
-        assert [turn.ids for turn in before.turns] == [turn.ids for turn in after.turns]
-        assert [turn.think_s for turn in after.turns] == [0.0] + [3.0] * (len(after.turns) - 1)
+    timed = with_think(with_arrivals(workload, "poisson", 1.0, [5]), think, [6])
+    for before, after in zip(workload.sessions, timed.sessions, strict=True):
+        assert [turn.said for turn in before.turns] == [turn.said for turn in after.turns]
+        assert [turn.think for turn in after.turns] == [0.0] + [3.0] * (len(after.turns) - 1)
 
 
-def test_a_prompt_is_the_whole_conversation() -> None:
-    turns = (Turn((1, 2), 2), Turn((3,), 1), Turn((9, 9), 1, whole=True), Turn((4,), 1))
-    trace = Trace("test", (Session("s", turns, system_ids=(0,)),))
-    outputs = [[5, 6], [7], [8]]
-    assert trace.prompt_ids(0, 0, []) == [0, 1, 2]
-    assert trace.prompt_ids(0, 1, outputs[:1]) == [0, 1, 2, 5, 6, 3]
-    assert trace.prompt_ids(0, 2, outputs[:2]) == [9, 9]
-    assert trace.prompt_ids(0, 3, outputs) == [9, 9, 8, 4]
-    assert trace.longest_prompt == 6
+def test_a_prompt_is_the_whole_conversation_or_what_the_turn_says() -> None:
+    turns = (Turn((said(0), said(1, 2)), Span(0, 2)), Turn((said(3),), Span(0, 1)))
+    talk, whole = Session(0.0, turns), Session(0.0, turns, whole=True)
+    assert prompt_ids(talk, 0, []) == [0, 1, 2]
+    assert prompt_ids(talk, 1, [[5, 6]]) == [0, 1, 2, 5, 6, 3]
+    assert prompt_ids(whole, 1, [[5, 6]]) == [3]
+    assert longest_prompt(Workload("test", (talk,))) == 6
+    assert longest_prompt(Workload("test", (whole,))) == 3
+
+
+@pytest.mark.parametrize("end_id", [None, 7])
+def test_a_reply_that_was_cut_gets_its_end(end_id: int | None) -> None:
+    history = History(Session(0.0, (), end_id=end_id))
+    history.ask(Turn((said(1),), Span(0, 3)))
+    history.answer([4, 5])
+    history.answer([6, 7])
+    assert history.ids == ([1, 4, 5, 6, 7] if end_id is None else [1, 4, 5, 7, 6, 7])
+    assert history.free_end is (end_id is not None)
 
 
 def test_clipping_drops_what_is_too_long_and_what_follows_and_says_so() -> None:
-    long = Session("long", (Turn((1,) * 10, 2), Turn((1,) * 10, 2), Turn((1,), 1)))
-    short = Session("short", (Turn((1,), 1),))
-    cut = clipped(Trace("test", (long, short)), 20)
+    ten, one = Turn((Span(0, 10),), Span(0, 2)), Turn((Span(0, 1),), Span(0, 1))
+    long, short = Session(0.0, (ten, ten, one)), Session(0.0, (one,))
+    cut = clipped(Workload("test", (long, short)), 20)
     assert [len(session.turns) for session in cut.sessions] == [1, 1]
     assert cut.notes == ("2 of 4 requests dropped: longer than 20 tokens",)
     with pytest.raises(UsageError, match="--max-len 1"):
-        clipped(Trace("test", (long,)), 1)
+        clipped(Workload("test", (long,)), 1)

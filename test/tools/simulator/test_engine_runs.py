@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from sglang_hc.tools.simulator.clairvoyant import replay
 from sglang_hc.tools.simulator.engine import Engine
 from sglang_hc.tools.simulator.jobs import OVERFLOW_MODES, Overflow
 from sglang_hc.tools.simulator.models import GpuCosts, load_model
-from sglang_hc.tools.simulator.replay import replay
 from sglang_hc.tools.simulator.run import SIMULATED_POLICIES, Setup, simulate
 from sglang_hc.tools.simulator.tiers import TieredCache
-from sglang_hc.tools.simulator.traces import Timing, read_trace
 from sglang_hc.tools.simulator.workloads import attentionstore, l_eval, sharegpt4
+from sglang_hc.tools.workloads.reading import Timing, read_trace
 
 pytestmark = pytest.mark.long
 

@@ -14,22 +14,21 @@ from sglang_hc.tools.simulator.jobs import (
     Job,
     Overflow,
     extend_chain,
-    pack_span,
     tail_identity,
 )
-from sglang_hc.tools.simulator.workloads import TOKEN_IDS, Session, Span, Turn
+from sglang_hc.tools.workloads.sessions import TOKEN_IDS, Session, Span, Turn
 from sglang_hc.tree.block_tree import BlockTree
 from sglang_hc.tree.identity import BLOCK_BYTES, pack_tokens
 
 
 def test_spans_pack_like_token_ids():
-    assert pack_span(Span(7, 3)) == pack_tokens([7, 8, 9])
-    assert pack_span(Span(TOKEN_IDS - 1, 2)) == pack_tokens([TOKEN_IDS - 1, 0])
+    assert Span(7, 3).packed == pack_tokens([7, 8, 9])
+    assert Span(TOKEN_IDS - 1, 2).packed == pack_tokens([TOKEN_IDS - 1, 0])
 
 
 def test_identities_are_those_of_the_tree():
     tree = BlockTree(FINGERPRINT)
-    tokens = pack_span(Span(5, 200))
+    tokens = Span(5, 200).packed
     node, ids = tree.root(None), []
     for start in range(0, len(tokens), BLOCK_BYTES):
         node = tree.insert(node, tokens[start : start + BLOCK_BYTES]).node
@@ -72,7 +71,7 @@ def test_every_turn_fits_the_window_and_knows_what_is_known(pairs, window, mode)
     said, count = b"", 0
     for job in jobs_of(talk):
         assert talk.history == said
-        said += pack_span(talk.session.turns[count].spans[0])
+        said += talk.session.turns[count].said[0].packed
         assert job.prompt_tokens >= 1 and job.prompt_tokens + job.output_tokens <= window
         assert job.chain == extend_chain([], job.prompt)
         assert job.prompt[: 4 * job.known_tokens] == talk.known[: 4 * job.known_tokens]
@@ -88,7 +87,7 @@ def test_prompts_are_cut_by_the_server_s_rule(pairs, window, mode):
     rule = OverflowRule(window, 64, 0.5, window // 4)
     talk = Conversation(0, session_of(pairs), Overflow(mode, window))
     for job in jobs_of(talk):
-        said = talk.history + pack_span(talk.session.turns[job.turn].spans[0])
+        said = talk.history + talk.session.turns[job.turn].said[0].packed
         try:
             cut = rule.cut(len(said) // 4, None)
         except CannotCut:
@@ -115,7 +114,7 @@ def test_what_each_mode_finds_of_its_state_after_a_cut():
 
 def test_a_whole_prompt_that_is_too_long_keeps_its_first_tokens_or_is_cut():
     session = Session(0.0, (Turn((Span(0, 600),), Span(600, 40)),), whole=True)
-    asked = pack_span(Span(0, 600))
+    asked = Span(0, 600).packed
     kept = {
         mode: Conversation(0, session, Overflow(mode, 512)).next_job(0).prompt
         for mode in OVERFLOW_MODES

@@ -23,8 +23,8 @@ from sglang_hc.tools.simulator.models import (
     load_model,
 )
 from sglang_hc.tools.simulator.tiers import TieredCache, TierSizes
-from sglang_hc.tools.simulator.workloads import Session, Turn, Workload
-from sglang_hc.tools.simulator.workloads import Span as Text
+from sglang_hc.tools.workloads.sessions import Session, Turn, Workload
+from sglang_hc.tools.workloads.sessions import Span as Text
 from support.examples import examples
 
 

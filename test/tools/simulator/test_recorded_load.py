@@ -9,10 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.queue.requests import Serial
-from sglang_hc.tiers.recording import Recorder
-from sglang_hc.tools.simulator.jobs import pack_span
-from sglang_hc.tools.simulator.traces import Timing, read_trace
-from sglang_hc.tools.simulator.workloads import Turn
+from sglang_hc.tiers.trace import Recorder
+from sglang_hc.tools.workloads.reading import Timing, read_trace
+from sglang_hc.tools.workloads.sessions import Turn
 from sglang_hc.tree.block_tree import common_tokens
 from sglang_hc.tree.identity import TOKEN_BYTES, Prefix, pack_tokens
 
@@ -27,7 +26,7 @@ talks = st.lists(
 
 
 def prompt_of(turn: Turn) -> bytes:
-    return b"".join(map(pack_span, turn.spans))
+    return b"".join(part.packed for part in turn.said)
 
 
 @settings(
@@ -45,7 +44,7 @@ def test_prompts_share_what_they_shared(tmp_path: Path, many: list) -> None:
     turns = [session.turns[0] for session in read_trace(path, Timing()).sessions]
     assert len(turns) == len(many)
     for turn, (_, prompt, answer) in zip(turns, many, strict=True):
-        assert turn.new_tokens == len(prompt) and turn.output.length == len(answer)
+        assert turn.new_tokens == len(prompt) and turn.answer.length == len(answer)
     for (a, one), (b, two) in combinations(zip(many, turns, strict=True), 2):
         shared = common_tokens(pack_tokens(a[1]), pack_tokens(b[1])) if a[0] == b[0] else 0
         assert common_tokens(prompt_of(one), prompt_of(two)) == shared
@@ -66,6 +65,6 @@ def test_a_second_turn_continues_the_first_answer(tmp_path: Path) -> None:
         file.write('{"op":"arr')  # the server was ended while it wrote
     turns = {s.turns[0].new_tokens: s.turns[0] for s in read_trace(path, Timing()).sessions}
     one, two, aborted = turns[100], turns[162], turns[1]
-    said = prompt_of(one) + pack_span(one.output)
+    said = prompt_of(one) + one.answer.packed
     assert len(said) == 160 * TOKEN_BYTES and prompt_of(two).startswith(said)
-    assert aborted.output.length == 0
+    assert aborted.answer.length == 0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hc.tools.simulator.traces import Timing, read_trace
+from sglang_hc.tools.workloads.reading import Timing, read_trace
 from sglang_hc.tools.workloads.traces import TraceError
 
 SAMPLES = Path(__file__).parents[3] / "benchmark" / "simulator" / "samples"
@@ -48,8 +48,8 @@ def test_the_shipped_samples_are_read(name, turns):
 def test_mooncake_ids_stand_for_512_shared_tokens(tmp_path):
     longer = {**MOONCAKE, "timestamp": 3000, "input_length": 1024 + 5, "hash_ids": [4, 7, 8]}
     first, second = read_trace(write(tmp_path, lines(MOONCAKE, longer)), Timing()).sessions
-    assert [s.length for s in first.turns[0].spans] == [512, 188]
-    assert first.turns[0].spans[0] == second.turns[0].spans[0]
+    assert [s.length for s in first.turns[0].said] == [512, 188]
+    assert first.turns[0].said[0] == second.turns[0].said[0]
     assert second.arrival - first.arrival == 1.0 and first.whole
 
 
@@ -83,7 +83,7 @@ def test_sharegpt_lengths_are_estimated_and_arrivals_drawn(tmp_path):
     workload = read_trace(path, Timing(rate=2.0, think=7.0, seed=1))
     assert workload.num_turns == 3
     assert workload.sessions[0].turns[0].new_tokens == 12
-    assert workload.sessions[0].turns[0].output.length == 25
+    assert workload.sessions[0].turns[0].answer.length == 25
     assert workload == read_trace(path, Timing(rate=2.0, think=7.0, seed=1))
 
 

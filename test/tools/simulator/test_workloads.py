@@ -6,20 +6,15 @@ from itertools import pairwise
 
 import pytest
 
-from sglang_hc.tools.simulator.workloads import (
-    Workload,
-    attentionstore,
-    l_eval,
-    sharegpt4,
-    shuffled,
-)
+from sglang_hc.tools.simulator.workloads import attentionstore, l_eval, sharegpt4, shuffled
 from sglang_hc.tools.workloads.l_eval import TASKS
+from sglang_hc.tools.workloads.sessions import Workload
 
 
 def lengths(workload: Workload) -> list[int]:
     """Tokens of each conversation, in ascending order."""
     return sorted(
-        sum(turn.new_tokens + turn.output.length for turn in session.turns)
+        sum(turn.new_tokens + turn.answer.length for turn in session.turns)
         for session in workload.sessions
     )
 
@@ -40,7 +35,7 @@ def test_sharegpt4_has_the_stated_statistics():
     workload = sharegpt4(seed=1, sessions=4000)
     turns = [turn for session in workload.sessions for turn in session.turns]
     assert sum(turn.new_tokens for turn in turns) / len(turns) == pytest.approx(66.8, rel=0.05)
-    assert sum(turn.output.length for turn in turns) / len(turns) == pytest.approx(358.8, rel=0.05)
+    assert sum(turn.answer.length for turn in turns) / len(turns) == pytest.approx(358.8, rel=0.05)
     median = lengths(workload)[2000]
     assert median == pytest.approx(2500, rel=0.05), "half of the histories are over 2.5K"
 
@@ -53,10 +48,10 @@ def test_sharegpt4_users_think_between_rounds():
 def test_l_eval_reuses_contexts_more_the_more_skewed():
     def distinct(alpha: float) -> int:
         sessions = l_eval(sessions=1000, alpha=alpha).sessions
-        return len({s.turns[0].spans[0].start for s in sessions})
+        return len({s.turns[0].said[0].start for s in sessions})
 
     assert distinct(0.0) > distinct(1.0) > distinct(2.0)
-    lengths = [s.turns[0].spans[0].length for s in l_eval(sessions=3000, alpha=0.0).sessions]
+    lengths = [s.turns[0].said[0].length for s in l_eval(sessions=3000, alpha=0.0).sessions]
     mean = sum(task.context for task in TASKS.values()) / len(TASKS)
     assert sum(lengths) / len(lengths) == pytest.approx(mean, rel=0.08)
 
@@ -76,7 +71,7 @@ def test_no_two_turns_of_a_generated_conversation_share_tokens():
         (span.start, span.length)
         for session in attentionstore(sessions=50).sessions
         for turn in session.turns
-        for span in (*turn.spans, turn.output)
+        for span in (*turn.said, turn.answer)
     )
     for (start, length), (following, _) in pairwise(spans):
         assert start + length <= following

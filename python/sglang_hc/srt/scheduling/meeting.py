@@ -101,4 +101,6 @@ def _go_on_behind(tree: HcRadixCache, req: Any, slots: torch.Tensor, node: Any) 
     req.last_node = node
     req.prefix_indices = torch.cat([req.prefix_indices, slots])
     req.cache_protected_len = len(req.prefix_indices)
-    tree.continue_behind(req, len(slots))
+    if not req.retracted_stain:
+        req.cached_tokens_storage += len(slots)  # they count as served by the store
+    tree.drop(req)  # its state is saved from there on

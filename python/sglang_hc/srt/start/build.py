@@ -26,6 +26,8 @@ from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
 from sglang_hc.queue.lookahead import QueueRules, QueueView
+from sglang_hc.queue.requests import Serial
+from sglang_hc.queue.windows import LookAhead
 from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.restore.cost_watch import CostWatch, timer_for
 from sglang_hc.restore.path import RestorePath, Rotation
@@ -50,8 +52,7 @@ from sglang_hc.srt.ranks.replicas import Place, directories, host_share, place_o
 from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.srt.ranks.verdicts import ranks_of
 from sglang_hc.srt.scheduling.speculation import draft_layers
-from sglang_hc.srt.start.recorded_tree import recording
-from sglang_hc.srt.start.tier_factories import TierFactories
+from sglang_hc.srt.start.recording import recorder_of
 from sglang_hc.srt.tree.audit import audit_of
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
@@ -86,16 +87,16 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     memory = _host_memory(model, device, layout)
     pool = memory.pool
     own_disk = _own_disk(model, pool, fingerprint, counters)
-    made = TierFactories()
-    if config.trace is not None:
-        made = recording(config, runner, pool, fingerprint, ranks.clock)
+    page = runner.page_size
+    recorder = recorder_of(config, model.place, pool, page, fingerprint, ranks.clock)
 
     # Which blocks exist, and which of them stay.
-    window, pins = made.window(), SessionPins.sized_for(pool.num_slots)
+    window: LookAhead[Serial] = LookAhead()
+    pins = SessionPins.sized_for(pool.num_slots)
     wanted = RetentionPriority(window, pins)
     policy = make_policy(config.eviction, window, pinned=pins)
     ttl = TimeToLive(config.ttl) if config.ttl else None
-    host = made.host(BlockTree(fingerprint), pool.num_slots, policy, ttl)
+    host = HostTier(BlockTree(fingerprint), pool.num_slots, policy, ttl)
     planner = _planner(model, device, counters, ranks)
     disk = _disk(model, pool, own_disk, fingerprint, host, planner, counters, ranks)
     retention = Retention(host, disk, pins, wanted, ranks.clock)
@@ -117,13 +118,15 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
 
     # What SGLang sees of it.
     exact = device.exactness
-    tiers = Tiers(host, disk, capture, restorer, queue, retention, exact, ranks, own_errors)
+    tiers = Tiers(
+        host, disk, capture, restorer, queue, retention, exact, ranks, own_errors, recorder
+    )
     compute, order = ComputeStream.of(runner), None
     if config.eviction == "queue" and model.params.eviction_policy.lower() == "lru":
         order = DeviceOrder(fingerprint, wanted, retention.keeps)
     taps, share = state.memory.taps, config.audit
     audit = audit_of(tiers, pool, device.pool, taps, runner, compute, counters, share)
-    tree = made.tree(model.params, tiers, model.scheduler, compute, order, audit)
+    tree = HcRadixCache(model.params, tiers, model.scheduler, compute, order, audit)
     runner.token_to_kv_pool.register_layer_transfer_counter(restorer.gate)
     ctx.tp_worker.register_hicache_layer_transfer_counter(restorer.gate)
     return tree

@@ -23,6 +23,7 @@ from sglang_hc.srt.requests.waiting import WaitingRequests
 from sglang_hc.srt.tree.audit import Audit
 from sglang_hc.srt.tree.device_tree import DeviceTree
 from sglang_hc.tiers.tiers import Tiers
+from sglang_hc.tiers.trace import Recorder
 from sglang_hc.tree.forgetting import Forgetting
 from sglang_hc.tree.identity import Prefix, pack_tokens
 
@@ -37,6 +38,7 @@ class CapturingTree(DeviceTree):
     waiting: WaitingRequests
     forgetter: Forgetter
     audit: Audit | None
+    _recorder: Recorder | None
 
     @property
     def stopped(self) -> bool:
@@ -58,6 +60,10 @@ class CapturingTree(DeviceTree):
     @method(_abandon_pass, answer=nothing)
     def after_forward(self, forward_batch: Any, requests: list[Any]) -> None:
         """A pass was submitted on the compute stream, which is current."""
+        if self._recorder is not None:
+            for req in requests:
+                from_tiers = req.cached_tokens_host + req.cached_tokens_storage
+                self._recorder.admitted(serial_of(req), from_tiers, req.cached_tokens_storage)
         capture, mode = self.capture, forward_batch.forward_mode
         if capture.hidden is None or mode.is_target_verify():
             self.tiers.after_pass(())  # rows of a verify pass are taken when they are accepted
@@ -99,6 +105,9 @@ class CapturingTree(DeviceTree):
     ) -> None:
         """A request is over, or gives its slots up and is queued again (retraction): what it has
         computed is kept. Of one that was aborted only what the tree has is."""
+        if self._recorder is not None:
+            computed = pack_tokens((req.origin_input_ids + req.output_ids)[:kv_len_to_handle])
+            self._recorder.finished(serial_of(req), Prefix(req.extra_key, computed))
         if self._keeps(req):
             retracted = not is_insert and not req.finished()
             keeps_all = (is_insert or retracted) and not self.disable_finished_insert

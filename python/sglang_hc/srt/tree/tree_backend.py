@@ -73,7 +73,7 @@ class HcRadixCache(CapturingTree):
         self.capture, self.restorer = tiers.capture, tiers.restorer
         self.meetings, self._disk = tiers.meetings, tiers.disk
         self._lag = layout.draft.lag
-        self.audit = audit
+        self._recorder, self.audit = tiers.recorder, audit
         self.preempted: list[Any] = []
         self.scheduler = scheduler
         self.compute_stream = compute
@@ -89,7 +89,7 @@ class HcRadixCache(CapturingTree):
             shown = type(self._disk.name, (), {})
             self.cache_controller = SimpleNamespace(storage_backend=shown())
         self.host_match = HostMatch(tiers.host, layout)
-        self.waiting = WaitingRequests(tiers.queue, self._on_device)
+        self.waiting = WaitingRequests(tiers.queue, self._on_device, tiers.recorder)
         allocator = self.token_to_kv_pool_allocator
         self.prerestored = PrerestoredBlocks(allocator, tiers.restorer, compute)
         self.meetings.subscribe(self.prerestored.drop_unproven)
@@ -107,7 +107,13 @@ class HcRadixCache(CapturingTree):
     @method()
     def match_prefix(self, theirs: SglangMethod, params: MatchPrefixParams) -> MatchResult:
         """Device match, with what the host tier adds for a request in `host_hit_length`."""
-        result: MatchResult = theirs(params)
+        result = self._with_host_hit(theirs(params), params)
+        if self._recorder is not None and params.req is not None:
+            on_device, hit = len(result.device_indices), result.host_hit_length
+            self._recorder.matched(serial_of(params.req), on_device, hit)
+        return result
+
+    def _with_host_hit(self, result: MatchResult, params: MatchPrefixParams) -> MatchResult:
         if params.req is not None:
             self.waiting.matched(params.req)
         if params.req is None or self.disable or self.stopped or len(params.key) == 0:
@@ -235,13 +241,6 @@ class HcRadixCache(CapturingTree):
             except Exception:
                 self.dec_lock_ref(node)
                 raise
-
-    def continue_behind(self, req: Any, restored: int) -> None:
-        """A running request goes on behind `restored` restored tokens. They count as served by the
-        store, and its state is saved from there on."""
-        if not req.retracted_stain:
-            req.cached_tokens_storage += restored
-        self.drop(req)
 
     def _extend(self, req: Any, slots: torch.Tensor) -> Any:
         """A new node with `slots` for the tokens behind the locked node of a request's prefix.

@@ -23,7 +23,7 @@ from sglang_hc.tools.cli.load import (
 from sglang_hc.tools.cli.main import UsageError, count, number
 from sglang_hc.tools.simulator.capacity import CapacityPoint, smallest_reaching
 from sglang_hc.tools.simulator.run import Setup, simulate
-from sglang_hc.tools.simulator.workloads import Workload
+from sglang_hc.tools.workloads.sessions import Workload
 
 STEPS_PER_DOUBLING = 2
 SMALLEST_DRAM_BLOCKS = 256
@@ -144,7 +144,7 @@ class _Search:
         model = self._setup.model
         tokens = 0
         for session in self._setup.workload.sessions:
-            lengths = [turn.new_tokens + turn.output.length for turn in session.turns]
+            lengths = [turn.new_tokens + turn.answer.length for turn in session.turns]
             tokens += min(max(lengths) if session.whole else sum(lengths), model.context)
         blocks = tokens // 64 + len(self._setup.workload.sessions) + SMALLEST_DRAM_BLOCKS
         return float(blocks * model.slot_bytes)

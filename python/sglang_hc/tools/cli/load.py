@@ -18,8 +18,9 @@ from sglang_hc.tools.simulator.models import (
     SimulatedModel,
     load_model,
 )
-from sglang_hc.tools.simulator.traces import Timing, read_trace
-from sglang_hc.tools.simulator.workloads import Workload, attentionstore, l_eval, sharegpt4
+from sglang_hc.tools.simulator.workloads import attentionstore, l_eval, sharegpt4
+from sglang_hc.tools.workloads.reading import Timing, read_trace
+from sglang_hc.tools.workloads.sessions import Workload
 from sglang_hc.tools.workloads.traces import TraceError
 
 WORKLOADS = ("attentionstore", "sharegpt4", "l-eval")

@@ -18,7 +18,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "sglang_hc.tools.cli.profile",
         "measure this machine for a model; --hc-profile takes the result",
     ),
-    "bench": ("sglang_hc.tools.cli.bench", "compare with plain SGLang and HiCache"),
     "simulate": (
         "sglang_hc.tools.cli.simulate",
         "say what tiers of given sizes hit under a load",
@@ -26,10 +25,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "capacity": (
         "sglang_hc.tools.cli.capacity",
         "find the DRAM and SSD that a load needs for a hit rate",
-    ),
-    "replay": (
-        "sglang_hc.tools.cli.replay",
-        "repeat a server's recorded run and compare its hits and evictions",
     ),
     "inspect": (
         "sglang_hc.tools.cli.inspect_store",

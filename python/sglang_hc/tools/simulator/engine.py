@@ -24,7 +24,7 @@ from sglang_hc.tools.simulator.measures import Measures
 from sglang_hc.tools.simulator.models import GpuCosts
 from sglang_hc.tools.simulator.reads import ReadQueue
 from sglang_hc.tools.simulator.tiers import Found, TieredCache
-from sglang_hc.tools.simulator.workloads import Workload
+from sglang_hc.tools.workloads.sessions import Workload
 
 CONSIDERED = 64
 """Waiting requests that one pass looks at for admission."""
@@ -32,7 +32,7 @@ CONSIDERED = 64
 
 @dataclass(frozen=True)
 class Event:
-    """What happened to a request, for `replay`. kind: arrive, admit or finish.
+    """What happened to a request, for `clairvoyant.replay`. kind: arrive, admit or finish.
 
     loaded: at an admission, whether blocks were read from disk for it.
     """

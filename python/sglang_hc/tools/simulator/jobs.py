@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from sglang_hc.config import FLAGS, HcConfig
 from sglang_hc.policy.overflow import CannotCut, OverflowRule
-from sglang_hc.tools.simulator.workloads import TOKEN_IDS, Session, Span
+from sglang_hc.tools.workloads.sessions import Session
 from sglang_hc.tree.identity import (
     BLOCK_BYTES,
     TOKEN_BYTES,
@@ -22,13 +20,6 @@ from sglang_hc.tree.identity import (
 FINGERPRINT = b"sglang-hc simulator"[:16]
 ROOT = root_id(FINGERPRINT, None)
 OVERFLOW_MODES = FLAGS["overflow"].choices or ()
-
-
-def pack_span(span: Span) -> bytes:
-    """Token ids of a span, packed as the tree wants them."""
-    start = span.start % TOKEN_IDS
-    ids = np.arange(start, start + span.length, dtype=np.int64)
-    return (ids % TOKEN_IDS).astype(">i4").tobytes()
 
 
 @dataclass
@@ -136,7 +127,7 @@ class Conversation:
         Where the server would answer with an error, the client makes the prompt fit: it drops the
         oldest tokens of a conversation, in each turn anew, and the newest of a whole prompt.
         """
-        said, wanted = self._said(), self.session.turns[self.turn].output
+        said, wanted = self._said(), self.session.turns[self.turn].answer
         answer = min(wanted.length, self.overflow.answer)
         prompt = self.overflow.kept(said, len(said) // TOKEN_BYTES, answer)
         if prompt is None:
@@ -146,7 +137,7 @@ class Conversation:
         chain = extend_chain(self.chain if goes_on else [], prompt)
         tail = tail_identity(self.chain, self.known) if goes_on else None
         needs = list(chain) if tail is None else [*chain, tail]
-        output = pack_span(Span(wanted.start, answer))
+        output = wanted.packed[: answer * TOKEN_BYTES]
         known_tokens = len(self.known) // TOKEN_BYTES if goes_on else 0
         return Job(number, self.index, self.turn, prompt, chain, needs, output, 0.0, known_tokens)
 
@@ -170,5 +161,5 @@ class Conversation:
 
     def _said(self) -> bytes:
         """All that the client would send in the current turn."""
-        asked = b"".join(pack_span(span) for span in self.session.turns[self.turn].spans)
+        asked = b"".join(part.packed for part in self.session.turns[self.turn].said)
         return asked if self.session.whole else self.history + asked

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from sglang_hc.policy.eviction import POLICIES
 from sglang_hc.queue.windows import EVICTION_STRETCH
+from sglang_hc.tools.simulator.clairvoyant import BeladyPolicy, Oracle, replay
 from sglang_hc.tools.simulator.engine import Engine, Event
 from sglang_hc.tools.simulator.jobs import Overflow
 from sglang_hc.tools.simulator.measures import Measures
@@ -18,9 +19,8 @@ from sglang_hc.tools.simulator.models import (
     Machine,
     SimulatedModel,
 )
-from sglang_hc.tools.simulator.replay import BeladyPolicy, Oracle, replay
 from sglang_hc.tools.simulator.tiers import TieredCache, TierSizes
-from sglang_hc.tools.simulator.workloads import Workload
+from sglang_hc.tools.workloads.sessions import Workload
 
 SIMULATED_POLICIES = (*POLICIES, "belady")
 

@@ -1,8 +1,5 @@
 """Seeded workloads: who asks what, when, and which tokens are shared with whom.
 
-Contents are spans of token ids, so that a workload of a hundred
-million tokens stays small; equal spans are equal text.
-
 The published data sets are not redistributed and in part not public. What a generator fits and what
 it assumes is in its docstring; benchmark/simulator/README.md shows how much that matters.
 """
@@ -11,75 +8,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
 from sglang_hc.tools.workloads.l_eval import TASKS
-
-TOKEN_IDS = 1 << 31
-"""Token ids are drawn from [0, TOKEN_IDS), what the tree can pack."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """`length` consecutive token ids from `start`, modulo TOKEN_IDS. Same start, same text."""
-
-    start: int
-    length: int
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One request of a session.
-
-    spans: new tokens, appended to the conversation; with `Session.whole` the entire prompt.
-    output: what the model answers. at: earliest arrival in seconds on the workload's clock; None
-    for "when the turn before has been answered". think: seconds between that answer and this turn.
-    """
-
-    spans: tuple[Span, ...]
-    output: Span
-    think: float = 0.0
-    at: float | None = None
-
-    @property
-    def new_tokens(self) -> int:
-        return sum(span.length for span in self.spans)
-
-
-@dataclass(frozen=True)
-class Session:
-    """Turns in order. arrival: of the first one, in seconds."""
-
-    arrival: float
-    turns: tuple[Turn, ...]
-    whole: bool = False
-
-
-@dataclass(frozen=True)
-class Workload:
-    """warmup_turns: requests served before counting starts."""
-
-    name: str
-    sessions: tuple[Session, ...]
-    warmup_turns: int = 0
-
-    @property
-    def num_turns(self) -> int:
-        return sum(len(session.turns) for session in self.sessions)
-
-
-class FreshIds:
-    """Hands out token ids from `first` on, so that different contents share no block."""
-
-    def __init__(self, first: int = 0) -> None:
-        self._first, self._given = first, 0
-
-    def span(self, length: int) -> Span:
-        span = Span(self._first + self._given, length)
-        self._given = (self._given + length) % (TOKEN_IDS - self._first)
-        return span
+from sglang_hc.tools.workloads.sessions import (
+    FreshIds,
+    Session,
+    Turn,
+    Workload,
+    poisson_arrivals,
+)
 
 
 @dataclass(frozen=True)
@@ -113,14 +52,6 @@ Stated: 5.75 turns in the mean, 73 % multi-turn, 47 % of sessions above 2K token
 Fitted to the two shares: tokens_per_turn and session_sigma. Assumed: geometric turns, lognormal
 lengths, turn_sigma, and prompt_share (the paper gives no split; HCache's ShareGPT4 has 0.16).
 """
-
-
-def poisson_arrivals(rng: random.Random, rate: float) -> Iterator[float]:
-    """Arrival times in seconds at `rate` per second, from 0."""
-    now = 0.0
-    while True:
-        now += rng.expovariate(rate)
-        yield now
 
 
 def conversations(

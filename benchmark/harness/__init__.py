@@ -1,0 +1,1 @@
+"""What the benchmarks share: servers, traces, requests, cells, tables."""

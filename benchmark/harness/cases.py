@@ -1,0 +1,28 @@
+"""One engine after the other, each in a process of its own: `MODULE --case JSON` answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from benchmark.harness import processes
+
+MARK = "RESULT "
+
+
+def run_case(module: str, case: dict[str, Any], timeout: float = 900) -> Any:
+    """What `module --case CASE` answers. Raises RuntimeError with the end of its output."""
+    done = subprocess.run(
+        processes.tied([sys.executable, "-m", module, "--case", json.dumps(case)]),
+        capture_output=True, text=True, timeout=timeout, check=False,
+    )  # fmt: skip
+    answers = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    if done.returncode or not answers:
+        raise RuntimeError(f"{module} {case} failed:\n{done.stderr[-3000:]}")
+    return json.loads(answers[-1].removeprefix(MARK))
+
+
+def answer(result: Any) -> None:
+    print(MARK + json.dumps(result), flush=True)

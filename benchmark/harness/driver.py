@@ -1,0 +1,172 @@
+"""Sending one trace to one server: arrivals, think time, barriers, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmark.harness.client import Client, Reply, RequestFailed
+from benchmark.harness.workload import History
+from sglang_hc.tools.workloads.sessions import Session, Workload
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a trace is sent.
+
+    max_parallel: sessions in flight at once, None for no limit. round_barrier: turn n+1 of any
+    session starts after turn n of all; then arrival times spread the requests of every round and
+    think time is not applied. time_scale: trace seconds to real seconds.
+    """
+
+    max_parallel: int | None = None
+    round_barrier: bool = False
+    time_scale: float = 1.0
+
+
+@dataclass
+class Record:
+    """One finished or failed request. Times in seconds; `start_s` since the run began."""
+
+    session: int
+    turn: int
+    measured: bool
+    label: str
+    start_s: float
+    reply: Reply
+    error: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Flat fields of the request log."""
+        reply = self.reply
+        return {
+            "session": self.session,
+            "turn": self.turn,
+            "measured": self.measured,
+            "label": self.label,
+            "start": self.start_s,
+            "ttft": reply.ttft_s,
+            "latency": reply.latency_s,
+            "itl": reply.itl_s,
+            "prompt_len": reply.prompt_tokens,
+            "output_len": reply.tokens,
+            "hits": reply.hits,
+            "output_ids": reply.ids,
+            "error": self.error,
+        }
+
+
+@dataclass
+class Run:
+    """All records of one trace on one server, in order of their start, and the whole duration.
+
+    duration_s covers the measured requests only: first start to last token.
+    """
+
+    records: list[Record] = field(default_factory=list)
+
+    @property
+    def measured(self) -> list[Record]:
+        return [record for record in self.records if record.measured and not record.error]
+
+    @property
+    def failed(self) -> list[Record]:
+        return [record for record in self.records if record.error]
+
+    @property
+    def duration_s(self) -> float:
+        done = self.measured
+        if not done:
+            return 0.0
+        return max(r.start_s + r.reply.latency_s for r in done) - min(r.start_s for r in done)
+
+    def outputs(self) -> dict[tuple[int, int], Record]:
+        """Records that succeeded, by (session, turn)."""
+        return {(r.session, r.turn): r for r in self.records if not r.error}
+
+
+class _Drive:
+    def __init__(
+        self, client: Client, trace: Workload, pace: Pace, progress: Callable[[], object]
+    ) -> None:
+        self._client = client
+        self._trace = trace
+        self._pace = pace
+        self._progress = progress
+        self._begun = time.perf_counter()
+        limit = pace.max_parallel or len(trace.sessions)
+        self._slots = asyncio.Semaphore(max(1, limit))
+        self._histories = [History(session) for session in trace.sessions]
+        self._broken: set[int] = set()
+        self.run = Run()
+
+    async def whole_sessions(self) -> None:
+        await asyncio.gather(*(self._session(i) for i in range(len(self._trace.sessions))))
+
+    async def rounds(self) -> None:
+        depth = max(len(session.turns) for session in self._trace.sessions)
+        for turn in range(depth):
+            at = self._now()
+            await asyncio.gather(
+                *(
+                    self._round_turn(at, index, turn)
+                    for index, session in enumerate(self._trace.sessions)
+                    if turn < len(session.turns)
+                )
+            )
+
+    async def _session(self, index: int) -> None:
+        session = self._trace.sessions[index]
+        await self._until(session.arrival)
+        async with self._slots:
+            for turn, asked in enumerate(session.turns):
+                await asyncio.sleep(asked.think * self._pace.time_scale)
+                if asked.at is not None:
+                    await self._until(asked.at)
+                await self._ask(session, index, turn)
+
+    async def _round_turn(self, at: float, index: int, turn: int) -> None:
+        session = self._trace.sessions[index]
+        await self._until(session.arrival, at)
+        async with self._slots:
+            await self._ask(session, index, turn)
+
+    async def _ask(self, session: Session, index: int, number: int) -> None:
+        turn = session.turns[number]
+        history = self._histories[index]
+        record = Record(index, number, turn.measured, turn.label, self._now(), Reply())
+        if index in self._broken and not session.whole:
+            record.error = "not sent: an earlier turn of this session failed"
+        else:
+            history.ask(turn)
+            try:
+                record.reply = await self._client.ask(history, max(1, turn.answer.length))
+                history.answer(record.reply.ids)
+            except RequestFailed as error:
+                record.error = str(error)
+                self._broken.add(index)
+        self.run.records.append(record)
+        self._progress()
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._begun
+
+    async def _until(self, at_s: float, since_s: float = 0.0) -> None:
+        await asyncio.sleep(since_s + at_s * self._pace.time_scale - self._now())
+
+
+async def drive(
+    client: Client, trace: Workload, pace: Pace, progress: Callable[[], object] = lambda: None
+) -> Run:
+    """Send `trace` and return its records. Failed requests are records too, never exceptions.
+
+    After a failed turn the rest of that session is recorded as not sent. `progress` is called
+    once for every request that ended.
+    """
+    work = _Drive(client, trace, pace, progress)
+    await (work.rounds() if pace.round_barrier else work.whole_sessions())
+    work.run.records.sort(key=lambda record: (record.start_s, record.session))
+    return work.run

@@ -1,1 +1,0 @@
-"""Benchmarks that compare sglang-hc with plain SGLang and with HiCache on one trace."""

@@ -1,0 +1,122 @@
+"""The load of a server (`--hc-trace`, format: `tiers.trace`): its requests at their times.
+
+The file may come from anybody: types and sizes of each line are checked when it is read, and that
+a line follows from those before when it is used.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypedDict
+
+from msgspec import Meta
+
+from sglang_hc.tiers.trace import TRACE_VERSION
+from sglang_hc.tools.workloads.sessions import Ids, Session, Turn
+from sglang_hc.tools.workloads.traces import TraceError, json_object, json_value
+from sglang_hc.tree.identity import BLOCK_BYTES, TOKEN_BYTES
+
+Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+
+
+class _Named(TypedDict):
+    op: Literal["root", "block", "arrive", "passed", "admit", "gone", "finish", "lost", "end"]
+
+
+class Event(_Named, total=False):
+    """Of every line but the first. Which of the values an event has depends on its `op`."""
+
+    t: Annotated[float, Meta(ge=0, lt=1e15)]
+    req: Count
+    block: Count
+    parent: Count
+    tokens: str
+    path: Count
+    device: Count
+    hit: Count
+    restored: Count
+    disk: Count
+    events: Count
+
+
+def recorded_sessions(path: Path) -> list[Session]:
+    """The sessions of a trace, each one request, by their arrival. Raises TraceError."""
+    events = _events(path)
+    try:
+        return _sessions(events)
+    except TraceError:
+        raise
+    except (KeyError, ValueError) as cause:
+        raise TraceError(f"{path}: a record that does not fit together ({cause!r})") from cause
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    """Each event as `Event` has it; a last line that was cut off is left out. Raises TraceError, at
+    the latest for the first line of what is no trace of this version."""
+    with path.open(encoding="utf-8") as file:
+        header = json_object(file.readline() or "{}", f"{path}:1")
+        if header.get("version") != TRACE_VERSION:
+            raise TraceError(
+                f"{path}: version {str(header.get('version'))[:20]}; this release reads version "
+                f"{TRACE_VERSION}"
+            )
+        for number, line in enumerate(file, 2):
+            if line.endswith("\n"):
+                yield {**json_value(line, Event, f"{path}:{number}")}
+
+
+class _Paths:
+    """What ends in a block, by its number. Blocks that paths share are there once."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, tuple[int | None, Ids]] = {}
+
+    def define(self, number: int, parent: int | None, tokens: bytes) -> None:
+        """A block comes after its parent. Raises KeyError, ValueError."""
+        if number in self._blocks:  # defined anew it could be above itself
+            raise ValueError(f"block {number} comes twice")
+        if parent is not None and parent not in self._blocks:
+            raise KeyError(parent)
+        if len(tokens) > BLOCK_BYTES or len(tokens) % TOKEN_BYTES:
+            raise ValueError(f"{len(tokens)} bytes are no tokens of a block")
+        self._blocks[number] = (parent, Ids(tokens))
+
+    def ending_in(self, number: int) -> tuple[Ids, ...]:
+        """The blocks of a path, first one first. Raises KeyError."""
+        found = []
+        step: int | None = number
+        while step is not None:
+            step, tokens = self._blocks[step]
+            found.append(tokens)
+        return tuple(reversed(found[:-1]))  # the root has no tokens
+
+
+def _sessions(events: Iterable[dict[str, Any]]) -> list[Session]:
+    """One session of one turn per request that was queued; retracted ones count once.
+
+    An answer is what a finished request has beyond its prompt. Raises KeyError or ValueError for a
+    trace that makes no sense.
+    """
+    paths = _Paths()
+    arrived: dict[int, tuple[float, tuple[Ids, ...]]] = {}
+    sessions: list[Session] = []
+    for event in events:
+        op = event["op"]
+        if op == "root":
+            paths.define(event["block"], None, b"")
+        elif op == "block":
+            tokens = base64.b64decode(event["tokens"])
+            paths.define(event["block"], event["parent"], tokens)
+        elif op == "arrive" and event["req"] not in arrived:
+            arrived[event["req"]] = event["t"], paths.ending_in(event["path"])
+        elif op in ("finish", "gone") and event["req"] in arrived:
+            at, prompt = arrived.pop(event["req"])
+            answer = b""
+            if op == "finish":
+                computed = b"".join(block.packed for block in paths.ending_in(event["path"]))
+                answer = computed[sum(len(block.packed) for block in prompt) :]
+            if prompt:
+                sessions.append(Session(at, (Turn(prompt, Ids(answer)),), whole=True))
+    return sorted(sessions, key=lambda session: session.arrival)
