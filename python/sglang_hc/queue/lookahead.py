@@ -83,10 +83,11 @@ class QueueView:
         costs: RestoreCosts,
         priority: RetentionPriority | None = None,
         mover: Mover | None = None,
+        on_met: Callable[[], object] = lambda: None,
     ) -> None:
         """costs: what fetching and recomputing take on this machine. priority: told to the disk;
         None leaves it to evict by age. mover: over the same disk; None where state does not move
-        to new positions."""
+        to new positions. on_met: called at the end of each meeting, see `Meetings`."""
         self._host = host
         self.in_host = host.has
         self._disk = disk
@@ -102,7 +103,8 @@ class QueueView:
         self._can_meet = rules.can_meet
         below = disk if disk is not None else mover
         self._now = below.now if below is not None else time.monotonic
-        self.meetings: Meetings[Serial] = Meetings(host.tree, costs, self.counters, self._now)
+        tree, counters, now = host.tree, self.counters, self._now
+        self.meetings: Meetings[Serial] = Meetings(tree, costs, counters, now, on_met)
         self._changed: set[bytes] = set()
         """Blocks of which the disk is to be told when they are used next."""
         self._priority = priority

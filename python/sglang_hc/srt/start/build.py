@@ -55,6 +55,7 @@ from sglang_hc.srt.scheduling.speculation import draft_layers
 from sglang_hc.srt.start.recording import recorder_of
 from sglang_hc.srt.tree.audit import audit_of
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
+from sglang_hc.srt.tree.prerestored import PrerestoredBlocks
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.store.block_io import BlockIo, OwnDisk
 from sglang_hc.store.disk import DirectoryError, DiskStore, StoredModel, Upkeep
@@ -109,11 +110,13 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
         mover = Grafts(host, disk, scatters, counters, ranks.clock)
     rules = QueueRules(config.prefetch, config.schedule == "ready-first", _can_meet(model, device))
     hints = wanted if config.eviction == "queue" else None
-    queue = QueueView(host, disk, window, rules, planner, hints, mover)
     copies, side = device.copy_stream, _side_stream(model, device, layout.shape)
     ring = StagingRing.sized_for(layout.shape, device.pool.device, copies, runner.ps.tp_size > 1)
     path = RestorePath(pool, device.pool, ring, device.recomputer, side, device.rotation)
     restorer = Restorer(host, path, planner, _watch(model, device, planner), counters, ranks)
+    compute = ComputeStream.of(runner)
+    ahead = PrerestoredBlocks(model.allocator, restorer, compute)
+    queue = QueueView(host, disk, window, rules, planner, hints, mover, ahead.drop_unproven)
     capture = _capture(model, device, memory, host, disk, scatters, ranks)
 
     # What SGLang sees of it.
@@ -121,12 +124,12 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     tiers = Tiers(
         host, disk, capture, restorer, queue, retention, exact, ranks, own_errors, recorder
     )
-    compute, order = ComputeStream.of(runner), None
+    order = None
     if config.eviction == "queue" and model.params.eviction_policy.lower() == "lru":
         order = DeviceOrder(fingerprint, wanted, retention.keeps)
     taps, share = state.memory.taps, config.audit
     audit = audit_of(tiers, pool, device.pool, taps, runner, compute, counters, share)
-    tree = HcRadixCache(model.params, tiers, model.scheduler, compute, order, audit)
+    tree = HcRadixCache(model.params, tiers, model.scheduler, compute, ahead, order, audit)
     runner.token_to_kv_pool.register_layer_transfer_counter(restorer.gate)
     ctx.tp_worker.register_hicache_layer_transfer_counter(restorer.gate)
     return tree

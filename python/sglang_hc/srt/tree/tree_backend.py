@@ -61,11 +61,13 @@ class HcRadixCache(CapturingTree):
         tiers: Tiers,
         scheduler: OwnScheduler,
         compute: ComputeStream,
+        prerestored: PrerestoredBlocks,
         device_order: DeviceOrder | None,
         audit: Audit | None = None,
     ) -> None:
-        """compute: where the model runs. device_order: which leaves of the device tree leave first;
-        None for SGLang's order. audit: of what is restored; None for none."""
+        """compute: where the model runs. prerestored: told of the end of each meeting. device_order:
+        which leaves of the device tree leave first; None for SGLang's order. audit: of what is
+        restored; None for none."""
         super().__init__(params)
         layout = tiers.layout
         self.tiers = tiers
@@ -90,11 +92,10 @@ class HcRadixCache(CapturingTree):
             self.cache_controller = SimpleNamespace(storage_backend=shown())
         self.host_match = HostMatch(tiers.host, layout)
         self.waiting = WaitingRequests(tiers.queue, self._on_device, tiers.recorder)
-        allocator = self.token_to_kv_pool_allocator
-        self.prerestored = PrerestoredBlocks(allocator, tiers.restorer, compute)
-        self.meetings.subscribe(self.prerestored.drop_unproven)
-        planner, blocks = self.restorer.planner, self.prerestored
-        self.ahead = RestoreAhead(blocks, self.meetings, self.waiting, planner, self.host_match)
+        self.prerestored, planner = prerestored, self.restorer.planner
+        self.ahead = RestoreAhead(
+            prerestored, self.meetings, self.waiting, planner, self.host_match
+        )
         self.forgetter = Forgetter(self._disk)
         self._is_built = True
 

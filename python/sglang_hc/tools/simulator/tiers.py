@@ -115,7 +115,9 @@ class TieredCache:
             self._coming.subscribe(self.prefetcher.complete, self.prefetcher.fail)
         tree = BlockTree(FINGERPRINT) if self.host is None else self.host.tree
         counters = self.prefetcher.counters
-        self.meetings: Meetings[int] = Meetings(tree, costs, counters, lambda: self._now)
+        self.meetings: Meetings[int] = Meetings(
+            tree, costs, counters, lambda: self._now, lambda: None
+        )
 
     # The waiting queue
 
