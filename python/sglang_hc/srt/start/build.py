@@ -87,7 +87,6 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     counters: Counter[str] = Counter()
     memory = _host_memory(model, device, layout)
     pool = memory.pool
-    own_disk = _own_disk(model, pool, fingerprint, counters)
     page = runner.page_size
     recorder = recorder_of(config, model.place, pool, page, fingerprint, ranks.clock)
 
@@ -99,7 +98,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     ttl = TimeToLive(config.ttl) if config.ttl else None
     host = HostTier(BlockTree(fingerprint), pool.num_slots, policy, ttl)
     planner = _planner(model, device, counters, ranks)
-    disk = _disk(model, pool, own_disk, fingerprint, host, planner, counters, ranks)
+    disk = _disk(model, pool, fingerprint, host, planner, counters, ranks)
     retention = Retention(host, disk, pins, wanted, ranks.clock)
 
     # What moves them: to host memory for waiting requests, to the device, and from there.
@@ -276,14 +275,11 @@ def _host_memory(model: Model, device: Device, layout: BlockLayout) -> HostMemor
 # -- below host memory ---------------------------------------------------------------------------
 
 
-def _own_disk(
+def _directories(
     model: Model, pool: HostPool, fingerprint: bytes, counters: Counter[str]
-) -> OwnDisk | None:
-    """The directories of `--hc-disk`; None without any. Raises ConfigError."""
-    config = model.config
-    if not config.disk:
-        return None
-    place, args = model.place, model.runner.server_args
+) -> OwnDisk:
+    """Those of `--hc-disk`. Raises ConfigError."""
+    config, place, args = model.config, model.place, model.runner.server_args
     part = fingerprint_of_part(fingerprint, place.part) if place.part else WHOLE
     label = str(args.served_model_name or args.model_path)
     stored = StoredModel.of(pool.layout.chunks(), fingerprint, label, part)
@@ -299,12 +295,13 @@ def _own_disk(
 
 
 def _disk(
-    model: Model, pool: HostPool, own: OwnDisk | None, fingerprint: bytes, host: HostTier,
-    planner: RestorePlanner, counters: Counter[str], ranks: Ranks,
+    model: Model, pool: HostPool, fingerprint: bytes, host: HostTier, planner: RestorePlanner,
+    counters: Counter[str], ranks: Ranks,
 ) -> DiskTier | None:  # fmt: skip
     """What lies below the host tier: disk, a remote store, both, or nothing."""
     below: BlockIo | None = None
-    if own is not None:
+    if model.config.disk:
+        own = _directories(model, pool, fingerprint, counters)
         below = ranks.blocks(own, model.state.group.least(own.capacity))
     if model.config.remote is not None:
         part = fingerprint_of_part(fingerprint, model.place.part)
