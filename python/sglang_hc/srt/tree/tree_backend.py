@@ -66,8 +66,8 @@ class HcRadixCache(CapturingTree):
         audit: Audit | None = None,
     ) -> None:
         """compute: where the model runs. prerestored: told of the end of each meeting.
-        device_order: which leaves of the device tree leave first; None for SGLang's order. audit: of
-        what is restored; None for none."""
+        device_order: which leaves of the device tree leave first; None for SGLang's order. audit:
+        of what is restored; None for none."""
         super().__init__(params)
         layout = tiers.layout
         self.tiers = tiers
