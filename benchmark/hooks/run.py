@@ -39,8 +39,8 @@ from benchmark.hooks.parts import cache_over, cache_params, fill, microseconds, 
 from benchmark.hooks.waiting import BLOCKS, WAITING, measure_queue
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import LruPolicy
+from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.requests import Serial
-from sglang_hc.queue.windows import LookAhead
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.tree.block_tree import BlockTree

@@ -14,7 +14,7 @@ from sglang_hc.policy.pins import (
     SessionPins,
     TimeToLive,
 )
-from sglang_hc.queue.windows import LookAhead
+from sglang_hc.queue.lookahead import LookAhead
 from support.examples import examples
 
 

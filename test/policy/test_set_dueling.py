@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_hc.policy.eviction import EvictionPolicy, make_policy
 from sglang_hc.policy.set_dueling import SetDueling, bucket_of
-from sglang_hc.queue.windows import LookAhead
+from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.tools.simulator.disk import DiskBlock
 from support.examples import examples
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from sglang_hc.forms import LayerPlan
-from sglang_hc.queue.requests import Waiting
+from sglang_hc.queue.requests import QueuedPrompt
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import Prefix, pack_tokens
@@ -40,7 +40,7 @@ class DiskMachine(TiersMachine):
         super().__init__()
         assert self.tiers.disk is not None
         self.disk, self.view = self.tiers.disk, self.tiers.queue
-        self.fetching: dict[str, Waiting] = {}
+        self.fetching: dict[str, QueuedPrompt] = {}
 
     def make_disk(self, pool: HostPool) -> FakeIo:
         self.io = FakeIo(pool, writes_wait=True, polls_per_step=8)
@@ -77,7 +77,7 @@ class DiskMachine(TiersMachine):
         salt, tokens = self.spoken[-1 - old % len(self.spoken)]
         self.count += 1
         rid = f"f{self.count}"
-        self.fetching[rid] = Waiting(Prefix(salt, pack_tokens(tokens[:cut])), lambda: 0)
+        self.fetching[rid] = QueuedPrompt(Prefix(salt, pack_tokens(tokens[:cut])), lambda: 0)
         self.view.arrived(rid, partial(self.fetching.__getitem__, rid))
         self.look()
         self.work(steps)

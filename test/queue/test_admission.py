@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_hc.queue.admission import ARRANGED, Admission
 from sglang_hc.queue.prefetch import MAX_FETCHES
-from sglang_hc.queue.requests import Waiting
+from sglang_hc.queue.requests import QueuedPrompt
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import Prefix
 from support.examples import examples
@@ -40,8 +40,8 @@ class Loop:
         )
         self.queue.admission = Admission(window.requests, ready_first=ready_first, bound=BOUND)
 
-    def of(self, rid: str) -> Waiting:
-        return Waiting(Prefix(None, tokens_of(self.words[rid])), lambda: 0)
+    def of(self, rid: str) -> QueuedPrompt:
+        return QueuedPrompt(Prefix(None, tokens_of(self.words[rid])), lambda: 0)
 
     def arrive(self, word: str) -> None:
         rid = f"{len(self.arrivals)}:{word}"

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.queue.admission import ON_THE_WAY, Admission
-from sglang_hc.queue.requests import WaitingTable
+from sglang_hc.queue.requests import RequestTable
 from support.examples import examples
 
 
@@ -15,11 +15,13 @@ def offered(
 ) -> list:
     """Whom the scheduler may admit, in the order in which it asks."""
     order = admission.order(queue, readiness) if ready_first else queue
-    return [name for name in order if admission.is_due(name) or readiness(name) is not ON_THE_WAY]
+    return [
+        name for name in order if admission.must_admit(name) or readiness(name) is not ON_THE_WAY
+    ]
 
 
 def test_a_request_on_the_way_does_not_block_those_behind():
-    requests: WaitingTable[str] = WaitingTable()
+    requests: RequestTable[str] = RequestTable()
     admission: Admission[str] = Admission(requests, bound=2)
     ready = {"a": ON_THE_WAY, "b": 5.0, "c": 0.0, "d": 0.0}
     assert offered(admission, ["a", "b", "c"], ready.get) == ["b", "c"], "queue order by default"
@@ -28,18 +30,18 @@ def test_a_request_on_the_way_does_not_block_those_behind():
     admission.count(["a", "c"], ["c"])
     assert offered(admission, ["a", "d"], ready.get) == ["a", "d"], "a is due"
     requests.left("a")
-    assert not admission.is_due("a")
+    assert not admission.must_admit("a")
 
 
 def test_ready_first_weighs_tiers_by_their_restore_cost():
-    admission: Admission[str] = Admission(WaitingTable(), bound=8)
+    admission: Admission[str] = Admission(RequestTable(), bound=8)
     cost = {"disk": 0.9, "host": 0.1, "new": 0.0, "device": 0.0, "coming": ON_THE_WAY}
     queue = ["disk", "coming", "host", "new", "device"]
     assert admission.order(queue, cost.get) == ["new", "device", "host", "disk", "coming"]
 
 
 def test_who_is_due_goes_before_all_that_are_ready():
-    requests: WaitingTable[str] = WaitingTable()
+    requests: RequestTable[str] = RequestTable()
     admission: Admission[str] = Admission(requests, bound=1)
     requests["slow"].bypassed = 1
     cost = {"ready": 0.0, "coming": ON_THE_WAY, "slow": ON_THE_WAY}
@@ -47,16 +49,16 @@ def test_who_is_due_goes_before_all_that_are_ready():
 
 
 def test_a_pass_without_admissions_counts_for_nobody():
-    admission: Admission[str] = Admission(WaitingTable(), bound=1)
+    admission: Admission[str] = Admission(RequestTable(), bound=1)
     for _ in range(5):
         admission.count(["a", "b"], [])
-    assert not admission.is_due("a")
+    assert not admission.must_admit("a")
     admission.count(["a", "b"], ["b"])
-    assert admission.is_due("a")
+    assert admission.must_admit("a")
 
 
 def test_only_who_was_asked_for_counts_as_admitted():
-    requests: WaitingTable[str] = WaitingTable()
+    requests: RequestTable[str] = RequestTable()
     admission: Admission[str] = Admission(requests)
     for name in "abc":
         admission.asked(name)
@@ -80,7 +82,7 @@ passes = st.lists(
 @settings(max_examples=examples(200), deadline=None)
 @given(passes, st.integers(0, 4), st.booleans())
 def test_nobody_starves(history, bound, ready_first):
-    requests: WaitingTable[int] = WaitingTable()
+    requests: RequestTable[int] = RequestTable()
     admission: Admission[int] = Admission(requests, bound=bound)
     queue: list[int] = []
     passed: dict[int, int] = {}
@@ -110,9 +112,9 @@ def test_nobody_starves(history, bound, ready_first):
 
 
 def test_a_request_is_due_after_64_bypasses():
-    admission: Admission[str] = Admission(WaitingTable())
+    admission: Admission[str] = Admission(RequestTable())
     for _ in range(63):
         admission.count(["a", "b"], ["b"])
-    assert not admission.is_due("a")
+    assert not admission.must_admit("a")
     admission.count(["a", "b"], ["b"])
-    assert admission.is_due("a")
+    assert admission.must_admit("a")

@@ -1,73 +1,120 @@
-"""What a pass over the waiting queue tells the tiers, and when."""
+"""Look-ahead windows: lengths as in AttentionStore 3.3, uses exactly those of the waiting queue."""
 
-from __future__ import annotations
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from functools import partial
-
-from sglang_hc.queue.lookahead import QueueView
-from sglang_hc.queue.requests import Waiting
-from sglang_hc.tree.identity import Prefix, pack_tokens
-from support.fake_io import FakeIo
-from support.host import host_queue, identities
+from sglang_hc.queue.lookahead import LookAhead, RunningMean, window_length
+from support.examples import examples
 
 
-def view(*, tell_disk: bool = True) -> tuple[QueueView, FakeIo]:
-    below = FakeIo(capacity=100)
-    queue = host_queue(100, below, hint_disk=tell_disk).queue
-    for _ in range(9):
-        queue.finished("earlier", 2)
-    return queue, below
+def test_lengths_follow_the_paper():
+    # Figure 9: a host with 2 slots and disks with 4 look 2 and 6 jobs ahead.
+    assert window_length(2 * 1.5e9, 1.5e9) == 2
+    assert window_length((2 + 4) * 1.5e9, 1.5e9) == 6
+    assert window_length(0, 1.5e9) == 0
+    assert window_length(1, 1.5e9) == 1, "with any capacity the head is looked at"
+    assert window_length(1e9, 0.0) == 1, "before the first request has been seen"
 
 
-def waiting(rid: str) -> Waiting:
-    """Requests a1, a2 ... share their first block."""
-    tokens = [ord(rid[0])] * 64 + [int(rid[1:])] * 64
-    return Waiting(Prefix(None, pack_tokens(tokens)), lambda: 0)
+def test_mean_forgets_the_distant_past():
+    mean = RunningMean(memory=4)
+    for value in (2.0, 4.0):
+        mean.add(value)
+    assert mean.value == 3.0
+    for _ in range(60):
+        mean.add(100.0)
+    assert abs(mean.value - 100.0) < 1e-3
 
 
-def arrive(queue: QueueView, *rids: str) -> None:
-    for rid in rids:
-        queue.arrived(rid, partial(waiting, rid))
+REQUESTS = [f"r{i}" for i in range(12)]
+BLOCKS = [bytes([i]) for i in range(9)]
+needs = st.fixed_dictionaries(
+    {r: st.lists(st.sampled_from(BLOCKS), unique=True, max_size=4) for r in REQUESTS}
+)
+queues = st.lists(
+    st.tuples(st.lists(st.sampled_from(REQUESTS), unique=True), st.integers(0, 12)), max_size=12
+)
 
 
-def ids(rid: str) -> list[bytes]:
-    return identities(waiting(rid).prompt.tokens)
+def expected_use(window: LookAhead[str], needs_of: dict[str, list[bytes]]) -> dict[bytes, str]:
+    first: dict[bytes, str] = {}
+    for request in window.order:
+        for block in needs_of[request]:
+            first.setdefault(block, request)
+    return first
 
 
-def test_the_disk_is_told_what_changed_and_only_then() -> None:
-    queue, below = view()
-    arrive(queue, "a1", "a2", "b1")
-    queue.on_schedule_step(["a1", "a2", "b1"])
-    shared, own = ids("a2")
-    first, second, third = (below.uses[ids(rid)[1]] for rid in ("a1", "a2", "b1"))
-    assert None not in (first, second, third)
-    assert below.uses[shared] == first < second == below.uses[own] < third  # type: ignore[operator]
-    queue.on_schedule_step(["a1", "a2", "b1"])
-    assert below.hints == 1
-    queue.on_schedule_step(["a2", "b1"])
-    assert below.uses[ids("a1")[1]] is None
-    assert below.uses[shared] == second, "it is now needed by the next one"
-    queue.left("a2")
-    queue.left("b1")
-    queue.on_schedule_step([])
-    assert set(below.uses.values()) == {None}
+@settings(max_examples=examples(300))
+@given(needs, queues)
+def test_a_block_counts_with_its_earliest_waiting_use(needs_of, passes):
+    window: LookAhead[str] = LookAhead()
+    told: dict[bytes, float | None] = {}
+    window.subscribe(lambda blocks: told.update(window.next_uses(blocks)))
+    before: list[str] = []
+    inside: list[str] = []
+    for queue, length in passes:
+        change = window.update(queue, length, needs_of.__getitem__)
+        window.check_integrity()
+        assert list(change.departed) == [r for r in before if r not in queue]
+        assert list(window.order) == queue[:length]
+        assert list(change.entered) == [r for r in window.order if r not in inside]
+        assert set(change.left) == set(inside) - set(window.order)
+        before, inside = queue, list(window.order)
+        first = expected_use(window, needs_of)
+        for block in BLOCKS:
+            request = first.get(block)
+            assert window.next_use(block) == (None if request is None else window.rank(request))
+            assert told.get(block) == window.next_use(block), "a change went unannounced"
 
 
-def test_a_disk_that_evicts_by_age_is_told_nothing() -> None:
-    queue, below = view(tell_disk=False)
-    arrive(queue, "a1")
-    queue.on_schedule_step(["a1"])
-    assert below.hints == 0
+@given(needs, st.lists(st.sampled_from(REQUESTS), unique=True, min_size=1), st.data())
+def test_an_abort_is_seen_at_once(needs_of, queue, data):
+    window: LookAhead[str] = LookAhead()
+    window.update(queue, len(queue), needs_of.__getitem__)
+    gone = data.draw(st.sampled_from(queue))
+    window.leave(gone)
+    window.leave(gone)
+    assert gone not in window
+    window.check_integrity()
+    first = expected_use(window, needs_of)
+    assert all((window.next_use(b) is not None) == (b in first) for b in BLOCKS)
 
 
-def test_reads_begin_at_once() -> None:
-    """A forward pass may lie between them and the next poll."""
-    below = FakeIo(capacity=100)
-    below.hold(ids("a1") + ids("b1"))
-    queue = host_queue(100, below).queue
-    arrive(queue, "a1")
-    queue.on_schedule_step(["a1"])
-    assert below.begun == ids("a1")
-    arrive(queue, "b1")
-    queue.ready("b1")  # its turn has come, and nobody looked at the queue since
-    assert below.begun == ids("a1") + ids("b1")
+def test_needs_are_computed_once_per_request():
+    window: LookAhead[int] = LookAhead()
+    asked: list[int] = []
+
+    def blocks_of(request: int) -> list[bytes]:
+        asked.append(request)
+        return [request.to_bytes(2, "big")]
+
+    for start in range(50):
+        window.update(list(range(start, start + 100)), 100, blocks_of)
+    window.leave(0)
+    window.update([0, *range(60, 140)], 100, blocks_of)  # a priority request jumps to the head
+    window.update([0, *range(60, 140)], 50, blocks_of)
+    window.update([0, *range(60, 140)], 100, blocks_of)
+    assert asked == [*range(149), 0]
+    assert window.rank(0) < window.rank(60)
+
+
+def test_ranks_survive_endless_insertions_at_one_place():
+    window: LookAhead[int] = LookAhead()
+    queue = [0, 1]
+    for request in range(2, 200):  # always between the head and the last one inserted
+        queue.insert(1, request)
+        window.update(queue, len(queue), lambda r: [r.to_bytes(2, "big")])
+    window.check_integrity()
+
+
+def test_ranks_are_given_anew_when_the_gap_between_two_is_a_millionth():
+    window: LookAhead[str] = LookAhead()
+    queue = ["head", "tail"]
+    window.update(queue, 100, lambda request: ())
+    for count in range(1, 20):
+        queue.insert(1, f"new {count}")
+        window.update(queue, 100, lambda request: ())
+        assert window.rank(queue[1]) == 1 + 0.5**count
+    queue.insert(1, "new 20")
+    window.update(queue, 100, lambda request: ())
+    assert [window.rank(request) for request in queue] == list(range(1, len(queue) + 1))

@@ -12,9 +12,8 @@ from sglang_hc.queue.meeting import LEAST_TOKENS, Action
 from sglang_hc.queue.prefetch import PATIENCE
 from sglang_hc.store.disk_tier import READ_DEADLINE_S
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.tree.identity import Prefix
 from support.examples import examples
-from support.meeting_world import BLOCK_SECONDS, SPOKEN, WORD, World
+from support.meeting_world import BLOCK_SECONDS, WORD, World
 from support.profiles import cost_model
 
 
@@ -164,10 +163,11 @@ def test_while_the_request_waits_for_its_turn_the_source_goes_on_to_the_first_bl
     world = World(held=1)
     world.meeting.read_down_to(8)
     for _ in range(40):
-        world.meeting.wait(world.head, 0.0)
+        world.meeting.wait(world.head)
         world.deliver()
-    match = world.host.tree.match(Prefix(None, SPOKEN))
-    assert match.tokens == len(WORD) * BLOCK_TOKENS and all(node.ready for node in match.nodes)
+    assert world.meeting.is_here(world.head)
+    nodes = world.meeting.join(world.head, 0.0)
+    assert nodes is not None and len(nodes) == len(WORD) and all(node.ready for node in nodes)
     world.settle()
 
 
@@ -311,7 +311,7 @@ def test_any_order_of_events_ends_with_every_slot_in_one_hand(data: st.DataObjec
             elif event == "other":
                 world.fetch_for_another()
             elif event == "queue":
-                world.meeting.wait(world.head, now)
+                world.meeting.wait(world.head)
             elif event == "weights" and not world.io.moves:
                 world.disk.coming.give_up_all()
             elif event == "abort" and data.draw(st.integers(0, 9)) == 0:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.queue.fetches import Missing
+from sglang_hc.queue.fetch_costs import Missing
 from sglang_hc.queue.prefetch import (
     LOOKED_AT,
     MAX_FETCHES,

@@ -7,14 +7,14 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hc.queue.requests import DEPARTED_WITHIN, WaitingTable, departed, without
+from sglang_hc.queue.requests import DEPARTED_WITHIN, RequestTable, departed, without
 
 steps = st.lists(st.tuples(st.sampled_from(["arrive", "leave", "touch"]), st.integers(0, 4)))
 
 
 @given(steps)
 def test_a_record_lives_from_arrival_to_departure(script: list[tuple[str, int]]) -> None:
-    table: WaitingTable[int] = WaitingTable()
+    table: RequestTable[int] = RequestTable()
     waiting: dict[int, int] = {}  # name: place in the order of arrival
     arrivals = 0
     for step, name in script:
@@ -38,7 +38,7 @@ def ids(text: str) -> list[bytes]:
 
 
 def test_each_block_ends_the_wait_of_those_who_wait_for_it() -> None:
-    table: WaitingTable[str] = WaitingTable()
+    table: RequestTable[str] = RequestTable()
     for request, block_ids in (("one", "sa"), ("two", "sb")):
         for block_id in ids(block_ids):
             table.wait(request, [block_id])
@@ -59,7 +59,7 @@ fetches = st.lists(
 
 @given(fetches)
 def test_who_waits_for_what_stays_consistent(history: list) -> None:
-    table: WaitingTable[int] = WaitingTable()
+    table: RequestTable[int] = RequestTable()
     waits: set[tuple[int, bytes]] = set()
     for action, request, number in history:
         block_id = bytes([number])

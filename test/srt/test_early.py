@@ -279,7 +279,7 @@ def test_the_rest_of_the_prompt_has_room_or_nothing_is_restored_early(
     found = ahead.restore_what_came(cast(DeviceTree, tree), world.meeting, req, world.head)
     assert found == restored
     assert world.early.tokens == (2 * BLOCK_TOKENS if restored else 0)
-    assert world.meeting.as_they_come == restored
+    assert world.meeting.has_room == restored
     world.allocator.free(others)
     world.settle()
 

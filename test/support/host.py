@@ -13,9 +13,9 @@ from typing import NamedTuple
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import EvictionPolicy, IsProtected, LruPolicy, make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
-from sglang_hc.queue.fetches import RestoreCosts
-from sglang_hc.queue.lookahead import QueueRules, QueueView
-from sglang_hc.queue.windows import LookAhead
+from sglang_hc.queue.fetch_costs import RestoreCosts
+from sglang_hc.queue.lookahead import LookAhead
+from sglang_hc.queue.queue_view import QueueRules, QueueView
 from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.read_watch import OnRead

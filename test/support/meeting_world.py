@@ -60,7 +60,7 @@ class World:
         self.asked.append(history)
         coming = sum(span.tokens for span in history.coming)
         head = int(coming * self.share) // BLOCK_TOKENS * BLOCK_TOKENS
-        return Split(head, 1.0, 0.0)
+        return Split(head, 1.0, 0.0, can_restore_early)
 
     def deliver(self, which: int = 0, outcome: Outcome = Outcome.OK) -> None:
         """End one of the reads under way."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, IsProtected
-from sglang_hc.queue.fetches import Missing, RestoreCosts
+from sglang_hc.queue.fetch_costs import Missing, RestoreCosts
+from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.prefetch import Prefetcher
-from sglang_hc.queue.windows import LookAhead
 from sglang_hc.tree.identity import BLOCK_BYTES, BlockPath, Prefix
 from support.rates import ConstantRates
 

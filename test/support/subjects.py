@@ -13,8 +13,8 @@ from typing import Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.queue.fetches import RestoreCosts
-from sglang_hc.queue.requests import Waiting, WaitingTable
+from sglang_hc.queue.fetch_costs import RestoreCosts
+from sglang_hc.queue.requests import QueuedPrompt, RequestTable
 from sglang_hc.store.read_watch import OnRead
 from sglang_hc.tools.simulator.jobs import Job, extend_chain
 from sglang_hc.tools.simulator.tiers import Found, TieredCache, TierSizes, Transfer
@@ -32,7 +32,7 @@ class Subject(Protocol):
     order: list[str]
 
     @property
-    def requests(self) -> WaitingTable: ...
+    def requests(self) -> RequestTable: ...
 
     @property
     def coming(self) -> Collection[bytes]: ...
@@ -102,7 +102,7 @@ class ServerSubject:
         )
 
     @property
-    def requests(self) -> WaitingTable:
+    def requests(self) -> RequestTable:
         return self.queue.requests
 
     @property
@@ -174,8 +174,8 @@ class ServerSubject:
         asked, self.io.begun = self.io.begun, []
         return [self._words[block_id] for block_id in asked]
 
-    def _waiting(self, word: str) -> Waiting:
-        return Waiting(Prefix(None, tokens_of(word)), lambda: self.on_device)
+    def _waiting(self, word: str) -> QueuedPrompt:
+        return QueuedPrompt(Prefix(None, tokens_of(word)), lambda: self.on_device)
 
 
 class SimulatorSubject:
@@ -204,7 +204,7 @@ class SimulatorSubject:
         self.host = self.cache.host
 
     @property
-    def requests(self) -> WaitingTable:
+    def requests(self) -> RequestTable:
         return self.cache.prefetcher.requests
 
     @property

@@ -25,8 +25,8 @@ from sglang_hc.forms import (
     StateShape,
 )
 from sglang_hc.policy.pins import RetentionPriority, SessionPins
-from sglang_hc.queue.lookahead import QueueRules
-from sglang_hc.queue.windows import LookAhead
+from sglang_hc.queue.lookahead import LookAhead
+from sglang_hc.queue.queue_view import QueueRules
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.path import Recomputer, RestorePath
 from sglang_hc.restore.planner import RestorePlanner

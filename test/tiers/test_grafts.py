@@ -15,10 +15,10 @@ from sglang_hc.capture.snapshots import ScatterQueue
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.overflow import Cut, OverflowRule
-from sglang_hc.queue.lookahead import QueueRules, QueueView
+from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.prefetch import PATIENCE
-from sglang_hc.queue.requests import Waiting
-from sglang_hc.queue.windows import LookAhead
+from sglang_hc.queue.queue_view import QueueRules, QueueView
+from sglang_hc.queue.requests import QueuedPrompt
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
@@ -216,7 +216,7 @@ def test_a_request_waits_until_its_state_has_moved(disk: bool) -> None:
     if disk:
         world.host.clear()
     cut = RULE.cut(480, None)
-    waiting = Waiting(prompt_behind(cut, 480), lambda: 0, earlier(cut))
+    waiting = QueuedPrompt(prompt_behind(cut, 480), lambda: 0, earlier(cut))
     view.arrived("r", lambda: waiting)
     view.on_schedule_step(["r"])
     whole = identities(kept(0, 440))
@@ -238,7 +238,7 @@ def test_without_a_disk_a_wait_ends_on_the_clock_of_decisions() -> None:
     view = QueueView(world.host, None, window, QueueRules(), UNKNOWN_COSTS, mover=world.grafts)
     world.compute(0, 440)
     cut = RULE.cut(480, None)
-    waiting = Waiting(prompt_behind(cut, 480), lambda: 0, earlier(cut))
+    waiting = QueuedPrompt(prompt_behind(cut, 480), lambda: 0, earlier(cut))
     view.arrived("r", lambda: waiting)
     view.on_schedule_step(["r"])
     world.now = 1e9

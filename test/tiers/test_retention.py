@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_hc.policy.eviction import POLICIES, make_policy
 from sglang_hc.policy.pins import PinLimitError, RetentionPriority, SessionPins, TimeToLive
-from sglang_hc.queue.windows import LookAhead
+from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.host import host_tier, keep

@@ -9,7 +9,7 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import LruPolicy
 from sglang_hc.policy.overflow import OverflowRule
 from sglang_hc.policy.pins import RetentionPriority, SessionPins
-from sglang_hc.queue.windows import LookAhead
+from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tree.block_tree import BlockTree
 from sglang_hc.tree.cuts import EarlierCuts, base_namespace, cut_namespace

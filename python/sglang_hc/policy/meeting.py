@@ -161,7 +161,8 @@ class _Ways:
         if rest == 0:
             return self._computed(head)
         stall, read, last = self._compute(head), self._read(head), self._last_run(head)
-        before = stall + self._restore(rest - last)
+        first = 0.0 if self._history.held else read * BLOCK_TOKENS / max(BLOCK_TOKENS, rest)
+        before = max(stall, first) + self._restore(rest - last)
         context = self._history.context + head + rest - last
         return Split(head, max(before, read) + self._restore(last, context), stall, True)
 

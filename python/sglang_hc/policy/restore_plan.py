@@ -45,7 +45,7 @@ class Reason(enum.Enum):
     """Why; counted as a metric. The first circumstance without which more would be loaded."""
 
     AS_STORED = "as_stored"
-    """None: loading all that is stored is the fastest."""
+    """No restriction: everything that is stored is loaded, which is the fastest."""
     BUSY_LINK = "busy_link"
     """The link has other copies first."""
     SLOW_TIER = "slow_tier"

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
-from sglang_hc.queue.requests import WaitingTable
+from sglang_hc.queue.requests import RequestTable
 
 K = TypeVar("K", bound=Hashable)
 """Name of a request."""
@@ -42,7 +42,7 @@ class Admission(Generic[K]):
     """
 
     def __init__(
-        self, requests: WaitingTable[K], *, ready_first: bool = False, bound: int = MAX_BYPASSED
+        self, requests: RequestTable[K], *, ready_first: bool = False, bound: int = MAX_BYPASSED
     ) -> None:
         """bound: passes in which others are admitted past a request."""
         self.ready_first = ready_first
@@ -50,7 +50,7 @@ class Admission(Generic[K]):
         self._bound = bound
         self._asked: dict[K, None] = {}
 
-    def is_due(self, name: K) -> bool:
+    def must_admit(self, name: K) -> bool:
         """The request may not be passed over any more."""
         record = self._requests.get(name)
         return (record.bypassed if record is not None else 0) >= self._bound

@@ -1,348 +1,296 @@
-"""What the waiting queue tells the tiers (AttentionStore section 3.3).
+"""Look-ahead windows over the waiting queue (AttentionStore section 3.3).
 
-Once per scheduling pass: what requests in the eviction window need stays, and reads from disk start
-for those in the prefetch window. `Prefetcher` decides; this module answers its questions about the
-tiers. Belongs to the scheduler thread; a pass costs the requests that came and went.
+    prefetch window  L_pw = C_mem / S_kv               requests whose state is fetched early
+    eviction window  L_ev = (C_mem + C_disk) / S_kv    requests whose state is kept
+
+S_kv is a running mean of one request's stored state. The paper's unit is a whole session; here it
+is the block, and a block that several waiting requests share counts with its earliest use.
+
+Pure: no clock, no I/O. `LookAhead` is told the waiting queue once per scheduler pass, and is the
+one place that compares it with the queue of the pass before.
 """
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
-from itertools import takewhile
-from typing import NamedTuple, Protocol
+from bisect import bisect_left, insort
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Generic, TypeVar
 
-from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.eviction import Block, IsProtected
-from sglang_hc.policy.pins import RetentionPriority
-from sglang_hc.queue.admission import ON_THE_WAY, Admission, Readiness
-from sglang_hc.queue.fetches import Missing, RestoreCosts
-from sglang_hc.queue.meeting import Meetings, TailReads
-from sglang_hc.queue.prefetch import Prefetcher
-from sglang_hc.queue.requests import Serial, Waiting
-from sglang_hc.queue.windows import LookAhead
-from sglang_hc.store.disk_tier import DiskTier
-from sglang_hc.tree.cuts import EarlierPath
-from sglang_hc.tree.host_tier import HostTier
-from sglang_hc.tree.identity import BlockPath
-from sglang_hc.tree.promotions import Promotions
+from sglang_hc.queue.requests import RequestTable, departed, without
+
+K = TypeVar("K", bound=Hashable)
+"""Name of a request."""
+
+EVICTION_STRETCH = 4.0
+"""Eviction windows in use are this many times the paper's (C_mem + C_disk) / S_kv.
+
+Beyond the paper's window the queue still says what is needed last. With a longer queue, evicting by
+age there throws out first what enters the window next; see docs/decisions.md.
+"""
+
+_MIN_GAP = 1e-6
+"""Ranks closer than this are renumbered; far above the spacing of floats up to 1e9."""
 
 
-class Mover(Protocol):
-    """Brings the blocks of cut prompts to host memory; see `tiers.grafts.Grafts`."""
+class RunningMean:
+    """Mean of the last values, S_kv: plain mean at first, then exponential over `memory` values."""
 
-    @property
-    def coming(self) -> Promotions: ...
-    @property
-    def now(self) -> Callable[[], float]: ...
+    def __init__(self, memory: int = 256) -> None:
+        if memory < 1:
+            raise ValueError(f"a running mean needs a memory of at least 1 value, got {memory}")
+        self._memory = memory
+        self._count = 0
+        self.value = 0.0
 
-    def find(
-        self, path: BlockPath, earlier: Sequence[EarlierPath], first: int
-    ) -> Sequence[SourceTier] | None: ...
-
-    def fetch(
-        self,
-        path: BlockPath,
-        earlier: Sequence[EarlierPath],
-        first: int,
-        count: int,
-        is_protected: IsProtected[Block] | None,
-    ) -> int: ...
-
-    def take_copied(self, block_ids: Iterable[bytes]) -> set[bytes]: ...
+    def add(self, value: float) -> None:
+        self._count = min(self._count + 1, self._memory)
+        self.value += (value - self.value) / self._count
 
 
-class QueueRules(NamedTuple):
-    """How a waiting queue is served.
+def window_length(capacity_bytes: float, mean_bytes: float) -> int:
+    """Requests whose state fits: C / S_kv, at least 1 while there is any capacity.
 
-    prefetch: `queue` (reads start as requests enter the prefetch window), `on-arrival` (when they
-    are queued) or `off`. ready_first: see `Admission.arrange`. can_meet: a prompt may be computed
-    in chunks, and its front be computed where its end was stored.
+    Before the first request has been seen (mean 0) one request is looked at.
+    """
+    if capacity_bytes <= 0:
+        return 0
+    return max(1, int(capacity_bytes / mean_bytes)) if mean_bytes > 0 else 1
+
+
+@dataclass(frozen=True)
+class QueueChange(Generic[K]):
+    """What a pass changed, in queue order. departed: requests that are no longer in the queue.
+    entered, left: those that came into the window and those that left it, whether or not they have
+    left the queue."""
+
+    departed: Sequence[K] = ()
+    entered: Sequence[K] = ()
+    left: Sequence[K] = ()
+
+
+class LookAhead(Generic[K]):
+    """The order of the waiting queue; which blocks its first requests, those inside the eviction
+    window, need, and how soon.
+
+    A request has a rank, a number that grows along the queue. Ranks of requests that stay do not
+    change when the head leaves or the tail grows, so a pass in which nothing else happened costs a
+    comparison of lists and the blocks of the requests that came and went.
     """
 
-    prefetch: str = "queue"
-    ready_first: bool = False
-    can_meet: bool = False
-
-
-class QueueView:
-    """Look-ahead over one scheduler's waiting queue.
-
-    `window` is the one the eviction policies ask.
-    """
-
-    def __init__(
-        self,
-        host: HostTier,
-        disk: DiskTier | None,
-        window: LookAhead[Serial],
-        rules: QueueRules,
-        costs: RestoreCosts,
-        priority: RetentionPriority | None = None,
-        mover: Mover | None = None,
-        on_met: Callable[[], object] = lambda: None,
-    ) -> None:
-        """costs: what fetching and recomputing take on this machine. priority: told to the disk;
-        None leaves it to evict by age. mover: over the same disk; None where state does not move
-        to new positions. on_met: called at the end of each meeting, see `Meetings`."""
-        self._host = host
-        self.in_host = host.has
-        self._disk = disk
-        self._mover = mover
-        self.window = window
-        self._costs = costs
-        self._can_fetch = disk is not None or mover is not None
-        mode = rules.prefetch if self._can_fetch else "off"
-        slots = host.num_slots, disk.capacity if disk is not None else 0
-        self._prefetcher = Prefetcher(window, self, costs, slots, mode)
-        self.requests = window.requests
-        self.admission: Admission[Serial] = Admission(self.requests, ready_first=rules.ready_first)
-        self._can_meet = rules.can_meet
-        below = disk if disk is not None else mover
-        self._now = below.now if below is not None else time.monotonic
-        tree, counters, now = host.tree, self.counters, self._now
-        self.meetings: Meetings[Serial] = Meetings(tree, costs, counters, now, on_met)
-        self._changed: set[bytes] = set()
-        """Blocks of which the disk is to be told when they are used next."""
-        self._priority = priority
-        self.promotions = below.coming if below is not None else None
-        """Blocks on their way into host memory."""
-        self.coming: Collection[bytes] = ()
-        """See `fetches.Below`."""
-        if below is not None:
-            self.coming = below.coming.block_ids
-            below.coming.subscribe(self._came, self._lost)
-        if disk is not None and priority is not None:
-            priority.subscribe(self._changed.update)
+    def __init__(self) -> None:
+        self.requests: RequestTable[K] = RequestTable()
+        self.queue: tuple[K, ...] = ()
+        """The queue of the last `update`, without those who have left the window since."""
+        self._length = 0
+        self._users: dict[bytes, list[float]] = {}
+        self._listeners: list[Callable[[Sequence[bytes]], None]] = []
 
     @property
-    def counters(self) -> Counter[str]:
-        """Numbers that only grow."""
-        return self._prefetcher.counters
+    def order(self) -> Sequence[K]:
+        """Requests of the window, head first."""
+        return self.queue[: self._length]
 
-    # -- a pass ----------------------------------------------------------------------------------
+    def __len__(self) -> int:
+        return self._length
 
-    def on_schedule_step(self, queue: Sequence[Serial], decoding: int = 0) -> None:
-        """The waiting requests, the next to be served first, and how many requests decode; once
-        per pass, at its top."""
-        self.meetings.decoding = decoding
-        if not (queue or self.window.queue or self._changed):
-            self.admission.admitted(())
-            self._prefetcher.turns.idle()  # the last of the queue may have been aborted
-            return
-        departed = self._prefetcher.on_schedule_step(queue, self._needs_of)
-        admitted = self.admission.admitted(departed)
-        if admitted:
-            self._prefetcher.admitted(admitted, self._now())
-        for request in departed:  # others may have left without a word
-            self._prefetcher.cancel(request)
-        self._send_eviction_hints()
-        self._prefetcher.fetch()
+    def __contains__(self, request: K) -> bool:
+        return self.rank(request) is not None
 
-    def arrived(self, request: Serial, look: Callable[[], Waiting]) -> None:
-        """A request was queued, or queued again. look: says what it is."""
-        self._prefetcher.arrived(request, look)
-
-    def look_at(self, request: Serial) -> Waiting:
-        """What a waiting request is."""
-        record = self.requests[request]
-        if record.waiting is None:
-            record.waiting = record.look()
-        return record.waiting
-
-    def ready(self, request: Serial) -> bool:
-        """Whether the request may be admitted now. Its turn has come, so what it lacks is fetched.
-
-        False in at most MAX_BYPASSED passes that admit a request behind it; while none does, for no
-        longer than `Prefetcher.ready` says.
-        """
-        self.admission.asked(request)
-        if not self._can_fetch:
-            return True
-        if self.admission.is_due(request):
-            self.counters["prefetch_bypassed"] += self.requests.is_fetching(request)
-            self._prefetcher.give_up(request)
-            return True
-        ready = self._prefetcher.ready(request, self._now())
-        if self.meetings.of(request) is not None:
-            waiting = self.look_at(request)
-            known = max(self._host.tree.match(waiting.prompt).tokens, waiting.on_device())
-            return self.meetings.may_begin(request, known) and ready
-        return ready
-
-    def readiness(self, requests: Collection[Serial]) -> Readiness[Serial]:
-        """What it costs to restore each of these requests; ON_THE_WAY while blocks are on their way
-        to it. Looked up once, and again when they have come."""
-        costs: dict[Serial, float] = {}
-        for request, known in zip(requests, map(self.requests.get, requests), strict=True):
-            record = known or self.requests[request]
-            cost = ON_THE_WAY if record.awaits else record.restore_seconds
-            if cost is None:
-                cost = record.restore_seconds = self._restore_cost(request)
-            costs[request] = cost
-        return costs.__getitem__
-
-    def take_loaded(self, request: Serial) -> int:
-        """Tokens that came from disk while this request waited for them; asked once."""
+    def rank(self, request: K) -> float | None:
+        """Place of a request; smaller is sooner. None outside the window."""
         record = self.requests.get(request)
-        if record is None:
-            return 0
-        tokens, record.loaded_tokens = record.loaded_tokens, 0
-        return tokens
+        return None if record is None else record.rank
 
-    # -- histories computed and read at the same time --------------------------------------------
+    def next_use(self, block_id: bytes) -> float | None:
+        """Rank of the first request of the window that needs this block; None if none does."""
+        users = self._users.get(block_id)
+        return users[0] if users else None
 
-    def meet(
-        self, request: Serial, missing: Missing, end: int, is_protected: IsProtected[Block] | None
-    ) -> bool:
-        """See `fetches.Below`."""
-        disk = self._disk
-        if not self._can_meet or disk is None or self.requests[request].earlier:
-            return False  # of a cut prompt some blocks are made of others
+    def next_uses(self, blocks: Iterable[bytes]) -> dict[bytes, float | None]:
+        """`next_use` of many blocks."""
+        users_of = self._users
+        return {block: users_of[block][0] if block in users_of else None for block in blocks}
 
-        read = partial(disk.fetch_tail, missing.path, is_protected=is_protected)
-        tail = TailReads(read, disk.came_last)
-        return self.meetings.begin(request, missing, end, disk.coming, tail)
+    def subscribe(self, listener: Callable[[Sequence[bytes]], None]) -> None:
+        """Call `listener(block_ids)` after the `next_use` of these blocks has changed."""
+        self._listeners.append(listener)
 
-    # -- ends of requests ------------------------------------------------------------------------
+    def update(
+        self, queue: Sequence[K], length: int, blocks_of: Callable[[K], Sequence[bytes]]
+    ) -> QueueChange[K]:
+        """Look at the first `length` requests of the waiting queue, the next to be served first.
 
-    def left(self, request: Serial) -> None:
-        """The request left the queue without being admitted."""
-        self.meetings.end(request)
-        self.admission.left(request)
-        self._prefetcher.cancel(request)
-
-    def finished(self, request: Serial, blocks: int) -> None:
-        """A request of so many blocks is over: S_kv's next sample."""
-        self.meetings.end(request)
-        self.admission.left(request)
-        self._prefetcher.finished(request, blocks)
-
-    # -- what the prefetcher asks ----------------------------------------------------------------
-
-    def missing(self, request: Serial) -> Missing | None:
-        """Blocks that can be had and are not in host memory; see `fetches.Below`."""
-        path = self._path_of(request)
-        first = sum(1 for _ in takewhile(self.in_host, path.block_ids))
-        sources = self._find(request, path, first)
-        if sources is None:
-            return None
-        on_device = self.look_at(request).on_device() if sources else 0
-        if (first + len(sources)) * BLOCK_TOKENS <= on_device:
-            sources = ()
-        return Missing(path, first, sources, on_device)
-
-    def reading(self, tier: SourceTier) -> int:
-        """Blocks that are being read from a tier."""
-        return 0 if self._disk is None else self._disk.reading(tier)
-
-    def start(
-        self,
-        request: Serial,
-        missing: Missing,
-        first: int,
-        count: int,
-        is_protected: IsProtected[Block] | None,
-    ) -> int:
-        """Read blocks from disk, or move them, into staged slots; see `fetches.Below`."""
-        path, earlier = missing.path, self.requests[request].earlier
-        if self._mover is not None and earlier:
-            started = self._mover.fetch(path, earlier, first, count, is_protected)
+        `blocks_of` is asked once per request, when it enters, and gives distinct block ids. Records
+        of requests that have departed stay until `leave`. O(n), plus the blocks of the requests
+        that entered, left or changed their order; O(1) when the queue is the tuple of the last
+        call.
+        """
+        old, new, before = self.queue, tuple(queue), self._length  # a tuple is not copied
+        length = min(length, len(new))
+        if length == before and (new is old or new == old):
+            return QueueChange()
+        gone = departed(old, new)
+        grown = gone is not None
+        if gone is None:
+            coming = set(new)
+            gone = [at for at, request in enumerate(old) if request not in coming]
+            grown = without(old, gone) == list(new[: len(old) - len(gone)])
+        self.queue, self._length = new, length
+        window, left = self.order, [old[at] for at in gone if at < before]
+        if grown:
+            kept = before - len(left)  # the first of the new queue
+            left += new[length:kept]
+            entered, moved = list(new[kept:length]), []
         else:
-            assert self._disk is not None
-            started = self._disk.fetch(path, first, count, is_protected)
-        if started:
-            self.requests[request].restore_seconds = None
-        return started
-
-    def keep_free(self, slots: int, is_protected: IsProtected[Block]) -> None:
-        """Early eviction, so that a prefetch finds free slots (AttentionStore section 3.3.1)."""
-        if self._host.free_slots < slots:
-            self._host.evict(slots - self._host.free_slots, self._now(), is_protected)
-
-    # -- inner parts -----------------------------------------------------------------------------
-
-    def _came(self, block_ids: Sequence[bytes]) -> None:
-        if self._mover is not None:
-            copied = self._mover.take_copied(block_ids)
-            self._ended(copied, 0)
-            block_ids = [block_id for block_id in block_ids if block_id not in copied]
-        self._ended(block_ids, BLOCK_TOKENS)
-
-    def _ended(self, block_ids: Iterable[bytes], loaded: int) -> None:
-        """Blocks are in host memory, each with so many tokens that were loaded from below it."""
-        for request, blocks in self._prefetcher.complete(block_ids).items():
+            inside = set(window)
+            left = [request for request in old[:before] if request not in inside]
+            entered = [request for request in window if request not in self]
+            moved = self._moved(window)
+        for request in (*left, *moved):
+            self._withdraw(request)
+        for request in entered:
             record = self.requests[request]
-            record.loaded_tokens += blocks * loaded
-            record.restore_seconds = None
+            if record.needs is None:
+                record.needs = blocks_of(request)
+        self._place(entered if grown else [r for r in window if r not in self], appended=grown)
+        return QueueChange([old[at] for at in gone], entered, left)
 
-    def _lost(self, block_id: bytes) -> None:
-        if self._mover is not None:
-            self._mover.take_copied((block_id,))
-        self._prefetcher.fail(block_id)
+    def leave(self, request: K) -> None:
+        """The request waits no longer: it leaves the window and its record ends. The one place
+        where a request leaves. Nothing happens if it is unknown."""
+        if request in self:
+            at = self.queue.index(request)
+            self.queue = self.queue[:at] + self.queue[at + 1 :]
+            self._length -= 1
+            self._withdraw(request)
+        self.requests.left(request)
 
-    def _needs_of(self, request: Serial) -> Sequence[bytes]:
-        """Blocks that the request can use, wherever they are; worked out once per request."""
-        record = self.requests[request]
-        if record.needs is None:
-            prompt, _, earlier = self.look_at(request)
-            record.needs, record.path = self._host.tree.path(prompt)
-            if self._disk is not None:
-                record.path = self._disk.trusted(record.path)
-            if earlier is not None and self._mover is not None:
-                ways = earlier.paths(self._host.tree.fingerprint, prompt.tokens)
-                if self._disk is not None:
-                    trusted = self._disk.trusted
-                    ways = tuple(way._replace(path=trusted(way.path)) for way in ways)
-                record.earlier = ways
-                moving = self._to_move(record.path.block_ids, record.earlier)
-                record.needs = [*record.needs, *moving]
-        return record.needs
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless ranks follow the order and uses are exactly the needs."""
+        assert set(self.order) == {r for r in self.requests if self.rank(r) is not None}
+        records = [self.requests[request] for request in self.order]
+        ranks = [record.rank for record in records if record.rank is not None]
+        assert all(a < b for a, b in pairwise(ranks))
+        expected: dict[bytes, list[float]] = {}
+        for rank, record in zip(ranks, records, strict=True):
+            for block_id in record.needs or ():
+                insort(expected.setdefault(block_id, []), rank)
+        assert expected == self._users
 
-    def _to_move(self, own: Sequence[bytes], earlier: Sequence[EarlierPath]) -> Iterator[bytes]:
-        """Blocks of earlier paths that a path of `own` blocks can use, as far as host memory lacks
-        these."""
-        first = sum(1 for _ in takewhile(self.in_host, own))
-        for way in earlier:
-            ids = way.path.block_ids
-            places = (way.place(block) for block in range(first, len(own)))
-            yield from (ids[place] for place in places if place < len(ids))
+    def _moved(self, new: Sequence[K]) -> list[K]:
+        """The fewest requests that must change their rank for the new order."""
+        stayed = [(rank, request) for request in new if (rank := self.rank(request)) is not None]
+        ranks = [rank for rank, _ in stayed]
+        if all(a < b for a, b in pairwise(ranks)):
+            return []
+        kept = _longest_increasing(ranks)
+        return [request for i, (_, request) in enumerate(stayed) if i not in kept]
 
-    def _find(self, request: Serial, path: BlockPath, first: int) -> Sequence[SourceTier] | None:
-        """Where the blocks from `first` on that can be brought to host memory lie; None: not known
-        yet."""
-        earlier = self.requests[request].earlier
-        if self._mover is not None and earlier:
-            return self._mover.find(path, earlier, first)
-        if self._disk is None:
-            return ()
-        wanted = path.block_ids[first:]
-        count = self._disk.find(wanted)
-        return None if count is None else self._disk.sources(wanted[:count])
+    def _place(self, waiting: list[K], *, appended: bool) -> None:
+        """Give ranks to the requests that have none, between their neighbours in the order."""
+        if not waiting:
+            return
+        if appended:
+            kept = self._length - len(waiting)
+            start = (self.rank(self.queue[kept - 1]) or 0.0) if kept else 0.0
+            for step, request in enumerate(waiting, 1):
+                self._announce(request, start + step)
+            return
+        for request, rank in _between([(request, self.rank(request)) for request in self.order]):
+            if rank is None:
+                self._renumber()
+                break
+            self._announce(request, rank)
 
-    def _path_of(self, request: Serial) -> BlockPath:
-        self._needs_of(request)
-        path = self.requests[request].path
-        assert path is not None
-        return path
+    def _renumber(self) -> None:
+        """Ranks 1, 2, 3 ... along the order: the gaps have become too small."""
+        for request in self.order:
+            if request in self:
+                self._withdraw(request)
+        for rank, request in enumerate(self.order, 1):
+            self._announce(request, float(rank))
 
-    def _restore_cost(self, request: Serial) -> float:
-        """Cost to restore what the request has in the tiers, in the units of `costs`."""
-        waiting = self.look_at(request)
-        on_device = waiting.on_device()
-        known = max(self._host.tree.match(waiting.prompt).tokens, on_device)
-        cost = self._costs.token_seconds(SourceTier.HOST) * (known - on_device)
-        if self._disk is not None:
-            beyond = self._path_of(request).block_ids[known // BLOCK_TOKENS :]
-            below = Counter(self._disk.sources(list(takewhile(self._disk.holds, beyond))))
-            for tier, blocks in below.items():
-                cost += self._costs.token_seconds(tier) * blocks * BLOCK_TOKENS
-        return cost
+    def _announce(self, request: K, rank: float) -> None:
+        """The request takes this rank; whoever listens is told of each block's sooner use."""
+        users_of, record = self._users, self.requests[request]
+        record.rank = rank
+        changed = []
+        for block_id in record.needs or ():
+            users = users_of.get(block_id)
+            if users is None:
+                users_of[block_id] = [rank]
+            else:
+                insort(users, rank)
+                if users[0] != rank:
+                    continue
+            changed.append(block_id)
+        self._tell(changed)
 
-    def _send_eviction_hints(self) -> None:
-        if self._changed and self._disk is not None and self._priority is not None:
-            self._disk.expect(self._priority.next_uses(self._changed))
-            self._changed.clear()
+    def _withdraw(self, request: K) -> None:
+        """The request loses its rank."""
+        users_of, record = self._users, self.requests[request]
+        assert record.rank is not None
+        rank, record.rank = record.rank, None
+        changed = []
+        for block_id in record.needs or ():
+            users = users_of[block_id]
+            if len(users) == 1:
+                del users_of[block_id]
+            else:
+                place = bisect_left(users, rank)
+                del users[place]
+                if place:
+                    continue
+            changed.append(block_id)
+        self._tell(changed)
+
+    def _tell(self, changed: Sequence[bytes]) -> None:
+        if changed:
+            for listener in self._listeners:
+                listener(changed)
+
+
+def _longest_increasing(values: Sequence[float]) -> set[int]:
+    """Indices of one longest strictly increasing subsequence. O(n log n)."""
+    tails: list[float] = []
+    ends: list[int] = []
+    before: list[int] = []
+    for index, value in enumerate(values):
+        place = bisect_left(tails, value)
+        before.append(ends[place - 1] if place else -1)
+        if place == len(tails):
+            tails.append(value)
+            ends.append(index)
+        else:
+            tails[place], ends[place] = value, index
+    kept: set[int] = set()
+    index = ends[-1] if ends else -1
+    while index >= 0:
+        kept.add(index)
+        index = before[index]
+    return kept
+
+
+def _between(order: Sequence[tuple[K, float | None]]) -> list[tuple[K, float | None]]:
+    """Ranks for the requests of (request, rank) in `order` that have none; None when the gap
+    between two ranks is used up."""
+    placed: list[tuple[K, float | None]] = []
+    run: list[K] = []
+    below: float | None = None
+    for request, rank in order:
+        if rank is None:
+            run.append(request)
+            continue
+        if run:
+            start = below if below is not None else rank - len(run) - 1
+            step = (rank - start) / (len(run) + 1)
+            placed += [
+                (name, start + i * step if step > _MIN_GAP else None)
+                for i, name in enumerate(run, 1)
+            ]
+            run = []
+        below = rank
+    start = below if below is not None else 0.0
+    return placed + [(name, start + i) for i, name in enumerate(run, 1)]

@@ -24,7 +24,7 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import History, Span
 from sglang_hc.policy.restore_plan import Reason
-from sglang_hc.queue.fetches import Missing, SplitCosts
+from sglang_hc.queue.fetch_costs import Missing, SplitCosts
 from sglang_hc.queue.loads import BlockLoad, BlockState, Load
 from sglang_hc.queue.prefetch import PATIENCE
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
@@ -107,7 +107,9 @@ class Meeting:
         self._given: _Given | None = None
         self._wait_until: float | None = None
         self.as_they_come = True
-        """Whether blocks are restored when they come."""
+        """Whether blocks are best restored when they come, by the last look at the costs."""
+        self.has_room = True
+        """Whether the device has room for blocks before the last one is here."""
 
     @property
     def stop(self) -> int:
@@ -186,9 +188,10 @@ class Meeting:
             self._given = None
             if decoding:  # those have a step between two chunks
                 return Step(Action.WAIT)
-        split = self._costs.split(self.history(head, missing, now), decoding, self.as_they_come)
+        split = self._costs.split(self.history(head, missing, now), decoding, self.has_room)
         if split is None:
             return Step(Action.OVER)
+        self.as_they_come = split.as_they_come
         lost = self._lost_up_to(block)
         if split.head == 0 and not lost:
             self.read_down_to(block)

@@ -5,7 +5,7 @@ comes first. A block is fetched once, however many requests wait for it. Of a st
 ready in time, only the part that can is fetched, unless waiting for the rest is cheaper than
 recomputing it. A request whose turn has come waits no longer than the blocks on their way can save.
 
-One `Prefetcher` decides this in the server (queue/lookahead.py) and in the simulator
+One `Prefetcher` decides this in the server (queue/queue_view.py) and in the simulator
 (tools/simulator/tiers.py). It moves no bytes: the tiers (`Below`) say what is where, begin what it
 has chosen, and tell it what has come. Pure: times come from the caller.
 """
@@ -19,9 +19,9 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 from sglang_hc.policy.eviction import Block, IsProtected
-from sglang_hc.queue.fetches import Below, Missing, RestoreCosts, TurnEstimate
-from sglang_hc.queue.requests import Waiting, not_told
-from sglang_hc.queue.windows import EVICTION_STRETCH, LookAhead, RunningMean, window_length
+from sglang_hc.queue.fetch_costs import Below, Missing, RestoreCosts, TurnEstimate
+from sglang_hc.queue.lookahead import EVICTION_STRETCH, LookAhead, RunningMean, window_length
+from sglang_hc.queue.requests import QueuedPrompt, not_told
 
 PATIENCE = 5.0
 """Most seconds a request is passed over for one fetch before it recomputes instead."""
@@ -88,7 +88,7 @@ class Prefetcher(Generic[K]):
 
     @property
     def eviction_window(self) -> int:
-        """Requests whose state is kept: (C_mem + C_disk) / S_kv, stretched (see windows.py)."""
+        """Requests whose state is kept: (C_mem + C_disk) / S_kv, stretched (see lookahead.py)."""
         slots = self._host_slots + self._disk_slots
         return int(self._stretch * window_length(slots, self._mean.value))
 
@@ -121,8 +121,8 @@ class Prefetcher(Generic[K]):
             self._quiet = 0
         return change.departed
 
-    def arrived(self, request: K, look: Callable[[], Waiting] = not_told) -> None:
-        """A request was queued, or queued again. See `WaitingTable.arrived`."""
+    def arrived(self, request: K, look: Callable[[], QueuedPrompt] = not_told) -> None:
+        """A request was queued, or queued again. See `RequestTable.arrived`."""
         self.cancel(request)
         self.requests.arrived(request, look)
         if self.mode != "off":
@@ -152,7 +152,7 @@ class Prefetcher(Generic[K]):
         self._unseen.pop(request, None)
         record = self.requests[request]
         record.patience = record.wait_until = None
-        record.settled = True
+        record.fetches_over = True
 
     def complete(self, block_ids: Iterable[bytes]) -> dict[K, int]:
         """Blocks are in host memory. Returns the requests that waited for them, and for how many
@@ -217,7 +217,7 @@ class Prefetcher(Generic[K]):
     def _is_missed(self, request: K) -> bool:
         """A block that was in host memory for the request, or fetched for it, has left since."""
         record = self.requests.get(request)
-        if record is None or record.awaits or record.settled or record.last_block is None:
+        if record is None or record.awaits or record.fetches_over or record.last_block is None:
             return False
         return not self._below.in_host(record.last_block)
 
@@ -229,7 +229,7 @@ class Prefetcher(Generic[K]):
         False for no more than MAX_FETCHES fetches, and for no longer than PATIENCE each.
         """
         record = self.requests[request]
-        if self.mode == "off" or record.settled:
+        if self.mode == "off" or record.fetches_over:
             return True
         if record.fetches >= MAX_FETCHES:
             self.give_up(request)

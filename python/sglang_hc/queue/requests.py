@@ -30,7 +30,7 @@ DEPARTED_WITHIN = 128
 """Places from the head of a queue within which requests are expected to leave it."""
 
 
-class Waiting(NamedTuple):
+class QueuedPrompt(NamedTuple):
     """A waiting request: its prompt, and how many tokens of it the device has when it is asked.
 
     earlier: what a cut prompt was cut to before, where its state may move; None for any other.
@@ -41,13 +41,13 @@ class Waiting(NamedTuple):
     earlier: EarlierCuts | None = None
 
 
-def not_told() -> Waiting:
+def not_told() -> QueuedPrompt:
     """Stands for a request of which only the place in the queue is known."""
     raise LookupError("nobody has said what this request is")
 
 
 @dataclass(eq=False, slots=True)
-class WaitingRequest:
+class QueuedRequest:
     """What is known of one waiting request.
 
     arrival: its place in the order of arrival, from 1 on; 0 for one that was never queued here.
@@ -62,7 +62,7 @@ class WaitingRequest:
     patience: seconds that the blocks on their way can save; None when none are.
     wait_until: end of its wait, once its turn has come and it waits.
     fetches: fetches that it has waited for at its turn.
-    settled: nothing more is fetched for it; it is served with what is there.
+    fetches_over: nothing more is fetched for it; it is served with what is there.
     doubted: a fetch for it was not worth it, and was counted as a refusal or tried.
     loaded_tokens: tokens that came from disk while it waited.
     restore_seconds: cost to restore what it has; None until it is asked for.
@@ -70,8 +70,8 @@ class WaitingRequest:
     """
 
     arrival: int = 0
-    look: Callable[[], Waiting] = not_told
-    waiting: Waiting | None = None
+    look: Callable[[], QueuedPrompt] = not_told
+    waiting: QueuedPrompt | None = None
     needs: Sequence[bytes] | None = None
     path: BlockPath | None = None
     earlier: Sequence[EarlierPath] = ()
@@ -81,27 +81,27 @@ class WaitingRequest:
     patience: float | None = None
     wait_until: float | None = None
     fetches: int = 0
-    settled: bool = False
+    fetches_over: bool = False
     doubted: bool = False
     loaded_tokens: int = 0
     restore_seconds: float | None = None
     bypassed: int = 0
 
 
-class WaitingTable(Generic[K]):
+class RequestTable(Generic[K]):
     """The records of all waiting requests by name, and who waits for which block.
 
     Belongs to the scheduler thread. Which blocks are on their way at all, `tree.promotions` knows.
     """
 
     def __init__(self) -> None:
-        self._records: defaultdict[K, WaitingRequest] = defaultdict(WaitingRequest)
+        self._records: defaultdict[K, QueuedRequest] = defaultdict(QueuedRequest)
         self.get = self._records.get
         """The record of a request; None for one that is not known. Asked often in every pass."""
         self._arrivals = 0
         self._waiters: dict[bytes, set[K]] = {}
 
-    def __getitem__(self, name: K) -> WaitingRequest:
+    def __getitem__(self, name: K) -> QueuedRequest:
         """The record of a request; a new one for a request that was not queued here."""
         return self._records[name]
 
@@ -118,11 +118,11 @@ class WaitingTable(Generic[K]):
     def __len__(self) -> int:
         return len(self._records)
 
-    def arrived(self, name: K, look: Callable[[], Waiting] = not_told) -> WaitingRequest:
+    def arrived(self, name: K, look: Callable[[], QueuedPrompt] = not_told) -> QueuedRequest:
         """The request was queued, perhaps again: a new record begins. look: says what it is."""
         self.left(name)
         self._arrivals += 1
-        record = self._records[name] = WaitingRequest(self._arrivals, look)
+        record = self._records[name] = QueuedRequest(self._arrivals, look)
         return record
 
     def arrival(self, name: K) -> int:

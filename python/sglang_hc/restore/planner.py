@@ -32,7 +32,7 @@ _LEARNABLE = frozenset({Reason.SLOW_TIER, Reason.SHORT_HISTORY, Reason.FAST_COMP
 
 class RestorePlanner:
     """Decides for one model on one machine. Also tells the waiting queue what fetching costs
-    (`queue.fetches.RestoreCosts`).
+    (`queue.fetch_costs.RestoreCosts`).
 
     costs: None if the machine could not be measured; then everything that is stored is restored.
     always: restore everything, whatever it costs.

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from sglang_hc.capture.capture import Capture, Segment
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.forms import BlockLayout
-from sglang_hc.queue.lookahead import QueueView
 from sglang_hc.queue.meeting import Meetings
+from sglang_hc.queue.queue_view import QueueView
 from sglang_hc.queue.requests import Serial
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.restorer import Restorer

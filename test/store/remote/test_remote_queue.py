@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from sglang_hc.queue.requests import Waiting
+from sglang_hc.queue.requests import QueuedPrompt
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.remote import RemoteBlocks, blocks
 from sglang_hc.tree.identity import BLOCK_BYTES, Prefix, pack_tokens
@@ -34,9 +34,9 @@ class Server:
         for rid in rids:
             self.queue.arrived(rid, partial(self.look_at, rid))
 
-    def look_at(self, rid: str) -> Waiting:
+    def look_at(self, rid: str) -> QueuedPrompt:
         self.looked.append(rid)
-        return Waiting(Prefix(None, TOKENS), lambda: 0)
+        return QueuedPrompt(Prefix(None, TOKENS), lambda: 0)
 
     def keep(self) -> None:
         """Compute both whole blocks and spill them."""

@@ -50,7 +50,7 @@ def test_json_has_the_plan_and_times_in_seconds(model, plan):
     assert disk["copy_busy_seconds"] == pytest.approx(
         read * disk["bytes_per_token"]["plan"] / 6.9e9
     )
-    assert disk["copy_busy_seconds"] == pytest.approx(disk["compute_busy_seconds"], rel=0.2)
+    assert disk["copy_busy_seconds"] == pytest.approx(disk["compute_busy_seconds"], rel=0.3)
     # 1024 tokens of KV in 32 layers at 26 GB/s.
     assert out["restore_seconds"]["kv"] == pytest.approx(1024 * 32 * 16384 / 26e9)
     assert out["bytes_per_token"] == {
@@ -137,7 +137,7 @@ def test_table_for_people(model, capsys):
     out = capsys.readouterr().out
     for text in ("312 TFLOP/s (data sheet) x 0.65 (assumption)", "from host: hidden:31,kv:1",
                  "from disk: hidden:",
-                 "tokens are computed while the others are read, ", " of them layer by layer",
+                 "tokens are computed while the others are read",
                  "KV only", "hidden only", "TTFT", "bytes/token",
                  "bottleneck: balanced", "would balance at 24.8 GB/s", "270,336"):  # fmt: skip
         assert text in out

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.policy.eviction import POLICIES, make_policy
-from sglang_hc.queue.windows import LookAhead
+from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.tools.simulator.disk import SimulatedDisk
 
 

@@ -127,16 +127,19 @@ def test_a_history_on_disk_is_met_when_the_planner_says(rate: float) -> None:
     assert counters["restore_reason_slow_tier"] == 1
 
 
-@pytest.mark.parametrize("forms", ["kv", "hidden", "hidden:30,kv:10"])
-def test_from_a_fast_disk_what_comes_is_restored_while_its_request_waits(forms: str) -> None:
-    disk = 16 * balance(model(forms))
-    split = planned(disk, model(forms))
+@pytest.mark.parametrize(("forms", "rate"), [("kv", 8), ("hidden", 16), ("hidden:30,kv:10", 16)])
+def test_from_a_fast_disk_what_comes_is_restored_while_its_request_waits(
+    forms: str, rate: float
+) -> None:
+    alone = model(forms, gpus=1)
+    disk = rate * balance(alone)
+    split = planned(disk, alone)
     assert split.as_they_come and not split.head
-    cache, met, recomputed = served(disk, model=model(forms))
+    cache, met, recomputed = served(disk, model=alone)
     counters = cache.prefetcher.counters
     assert counters["meetings"] == counters["meetings_restored"] == 1
-    assert met == pytest.approx(split.seconds, rel=0.02)
-    assert met < min(serial(disk, model(forms)), recomputed)
+    assert met == pytest.approx(split.seconds, rel=0.05)
+    assert met < 0.8 * serial(disk, alone) and met < recomputed
 
 
 @pytest.mark.parametrize("forms", ["kv", "hidden", "hidden:30,kv:10"])
@@ -175,9 +178,9 @@ def test_beside_decoding_requests_the_head_is_not_computed_where_reading_is_near
     None
 ):
     """Every second of the head keeps them waiting too, so the disk reads everything alone."""
-    cache, _, _ = served(4 * BALANCE, workload(beside=8))
-    assert cache.prefetcher.counters["meetings"] == 0
-    assert cache.prefetcher.counters["prefetches"] > 0
+    cache, met, _ = served(4 * BALANCE, workload(beside=8))
+    assert cache.prefetcher.counters["meetings_restored"] == 1
+    assert met < 0.8 * serial(4 * BALANCE), "what comes is restored meanwhile"
 
 
 @pytest.mark.parametrize(("host", "meetings"), [(20, 0), (63, 0), (64, 1), (66, 1)])

@@ -3,7 +3,7 @@
 A request is an object of SGLang's; its `rid` is a string that a client chooses. A client that went
 away and sends again, or two tokenizer workers, make two requests with one rid that are alive at
 once. So nothing of ours is found by a rid. SGLang hands some calls of the tree the rid alone; whose
-it is, `waiting.WaitingRequests` knows from what SGLang did just before.
+it is, `waiting.SchedulerQueue` knows from what SGLang did just before.
 """
 
 from __future__ import annotations

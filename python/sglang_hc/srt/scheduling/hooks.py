@@ -72,7 +72,7 @@ def arrange(result: None, self: Any, waiting_queue: list[Any], *args: Any, **kwa
     of SGLang's order are put into ours, in place.
 
     The order of arrival, which SGLang leaves as it is where it serves first come, first served, is
-    restored at the top of each pass (`WaitingRequests.on_schedule_step`).
+    restored at the top of each pass (`SchedulerQueue.on_schedule_step`).
     """
     tree = tree_of(self)
     if tree is not None:

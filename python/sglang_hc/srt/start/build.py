@@ -25,9 +25,9 @@ from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
 from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
-from sglang_hc.queue.lookahead import QueueRules, QueueView
+from sglang_hc.queue.lookahead import LookAhead
+from sglang_hc.queue.queue_view import QueueRules, QueueView
 from sglang_hc.queue.requests import Serial
-from sglang_hc.queue.windows import LookAhead
 from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.restore.cost_watch import CostWatch, timer_for
 from sglang_hc.restore.path import RestorePath, Rotation

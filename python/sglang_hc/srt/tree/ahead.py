@@ -17,7 +17,7 @@ from sglang_hc.queue.meeting import Meeting, Meetings
 from sglang_hc.queue.requests import Serial
 from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.srt.engine.intake import serial_of
-from sglang_hc.srt.requests.waiting import WaitingRequests
+from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from sglang_hc.srt.tree.device_tree import DeviceTree
 from sglang_hc.srt.tree.host_match import HostMatch
 from sglang_hc.srt.tree.prerestored import PrerestoredBlocks
@@ -44,7 +44,7 @@ class RestoreAhead:
         self,
         blocks: PrerestoredBlocks,
         meetings: Meetings[Serial],
-        waiting: WaitingRequests,
+        waiting: SchedulerQueue,
         planner: RestorePlanner,
         host_match: HostMatch,
     ) -> None:
@@ -65,7 +65,7 @@ class RestoreAhead:
         need = len(req.full_untruncated_fill_ids) - has - blocks.tokens_of(request)
         if tree.room < need:
             blocks.release()
-            meeting.as_they_come = False
+            meeting.has_room = False
             return False
         return self._restore(tree, req, {n: meeting.detached_node(n) for n in wanted})
 

@@ -19,7 +19,7 @@ from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.requests.forgetting import Answer, Forgetter
 from sglang_hc.srt.requests.namespaces import keeps_state
 from sglang_hc.srt.requests.pins import pin_request_of
-from sglang_hc.srt.requests.waiting import WaitingRequests
+from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from sglang_hc.srt.tree.audit import Audit
 from sglang_hc.srt.tree.device_tree import DeviceTree
 from sglang_hc.tiers.tiers import Tiers
@@ -35,7 +35,7 @@ class CapturingTree(DeviceTree):
     capture: Capture
     scheduler: OwnScheduler
     compute_stream: ComputeStream
-    waiting: WaitingRequests
+    waiting: SchedulerQueue
     forgetter: Forgetter
     audit: Audit | None
     _recorder: Recorder | None

@@ -74,7 +74,7 @@ class PrerestoredBlocks:
             self._loads[request], self._met[request] = meeting.load, meeting
         self._drop_lost(request)
         self.drop_before(request, head)
-        if not meeting.as_they_come:
+        if not (meeting.as_they_come and meeting.has_room):
             return []
         blocks = range(head // BLOCK_TOKENS, limit // BLOCK_TOKENS)
         there = set(meeting.load.restored)
@@ -106,7 +106,7 @@ class PrerestoredBlocks:
             self._drop(load, load.restored)
             load.todo = ()
             if request in self._met:
-                self._met[request].as_they_come = False
+                self._met[request].has_room = False
         return count
 
     def drop_unproven(self) -> None:

@@ -31,7 +31,7 @@ from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.engine.scheduler import OwnScheduler
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.requests.forgetting import Forgetter
-from sglang_hc.srt.requests.waiting import WaitingRequests
+from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from sglang_hc.srt.tree.ahead import RestoreAhead, restorable
 from sglang_hc.srt.tree.audit import Audit
 from sglang_hc.srt.tree.capturing_tree import CapturingTree
@@ -91,7 +91,7 @@ class HcRadixCache(CapturingTree):
             shown = type(self._disk.name, (), {})
             self.cache_controller = SimpleNamespace(storage_backend=shown())
         self.host_match = HostMatch(tiers.host, layout)
-        self.waiting = WaitingRequests(tiers.queue, self._on_device, tiers.recorder)
+        self.waiting = SchedulerQueue(tiers.queue, self._on_device, tiers.recorder)
         self.prerestored, planner = prerestored, self.restorer.planner
         self.ahead = RestoreAhead(
             prerestored, self.meetings, self.waiting, planner, self.host_match
@@ -354,7 +354,7 @@ class HcRadixCache(CapturingTree):
     @method(answer=nothing)
     def release_aborted_request(self, rid: str) -> None:
         """A request is about to leave the queue, or has left it. Which one of this name does, the
-        next pass sees (`WaitingRequests.on_schedule_step`)."""
+        next pass sees (`SchedulerQueue.on_schedule_step`)."""
 
     @method(answer=lambda *_: False)
     def clear_storage_backend(self, ended: Callable[[bool], object] = bool) -> bool:

@@ -194,6 +194,7 @@ class Engine:
         """What has come for a request that meets its history before anything of it is computed."""
         name, meeting = self.cache.meetings.current
         if meeting is not None and name in self._queue:
+            self._deliver()
             head = meeting.first * BLOCK_TOKENS
             self._restore_early(self.cache.jobs[name], meeting, head)
 
@@ -202,7 +203,7 @@ class Engine:
         if self.ready_first:
             considered = self._admission.order(considered, self._readiness)
         for number in considered:
-            if self._admission.is_due(number):
+            if self._admission.must_admit(number):
                 self.cache.prefetcher.give_up(number)
             if self.cache.ready(number, self.now):
                 yield number

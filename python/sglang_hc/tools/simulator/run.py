@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sglang_hc.policy.eviction import POLICIES
-from sglang_hc.queue.windows import EVICTION_STRETCH
+from sglang_hc.queue.lookahead import EVICTION_STRETCH
 from sglang_hc.tools.simulator.clairvoyant import BeladyPolicy, Oracle, replay
 from sglang_hc.tools.simulator.engine import Engine, Event
 from sglang_hc.tools.simulator.jobs import Overflow

@@ -9,10 +9,10 @@ from itertools import islice, takewhile
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, EvictionPolicy, IsProtected, LruPolicy, make_policy
-from sglang_hc.queue.fetches import Missing, RestoreCosts
+from sglang_hc.queue.fetch_costs import Missing, RestoreCosts
+from sglang_hc.queue.lookahead import EVICTION_STRETCH, LookAhead
 from sglang_hc.queue.meeting import Meetings, Step, TailReads
 from sglang_hc.queue.prefetch import Prefetcher
-from sglang_hc.queue.windows import EVICTION_STRETCH, LookAhead
 from sglang_hc.tools.simulator.disk import DiskBlock, SimulatedDisk
 from sglang_hc.tools.simulator.jobs import FINGERPRINT, Job, tail_identity
 from sglang_hc.tools.simulator.reads import Transfer
@@ -162,7 +162,7 @@ class TieredCache:
         self.prefetcher.cancel(number)
         del self.jobs[number]
 
-    # What the prefetcher asks (fetches.Below)
+    # What the prefetcher asks (fetch_costs.Below)
 
     def missing(self, request: int) -> Missing:
         assert self.disk is not None

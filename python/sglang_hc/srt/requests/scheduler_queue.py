@@ -16,15 +16,15 @@ from typing import Any
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hc.queue.admission import ARRANGED
-from sglang_hc.queue.lookahead import QueueView
-from sglang_hc.queue.requests import Serial, Waiting, departed, without
+from sglang_hc.queue.queue_view import QueueView
+from sglang_hc.queue.requests import QueuedPrompt, Serial, departed, without
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.requests.overflow import dropped_of, earlier_of
 from sglang_hc.tiers.trace import Recorder
 from sglang_hc.tree.identity import Prefix, pack_tokens
 
 
-class WaitingRequests:
+class SchedulerQueue:
     """Who waits, and what each needs.
 
     Requests that SGLang queued without matching them first are not known here: they are admitted
@@ -78,7 +78,7 @@ class WaitingRequests:
         """Whether blocks of a waiting request are on their way to host memory."""
         return self._view.requests.is_fetching(request)
 
-    def look_at(self, request: Serial) -> Waiting:
+    def look_at(self, request: Serial) -> QueuedPrompt:
         """What a waiting request is."""
         return self._view.look_at(request)
 
@@ -195,9 +195,9 @@ class WaitingRequests:
             self._recorder.gone(request)
         self._view.left(request)
 
-    def _look_at(self, req: Any) -> Waiting:
+    def _look_at(self, req: Any) -> QueuedPrompt:
         key = RadixKey(req.full_untruncated_fill_ids, req.extra_key)
-        return Waiting(_prompt_of(req), partial(self._on_device, key), earlier_of(req))
+        return QueuedPrompt(_prompt_of(req), partial(self._on_device, key), earlier_of(req))
 
 
 def _prompt_of(req: Any) -> Prefix:

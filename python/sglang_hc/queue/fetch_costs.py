@@ -16,7 +16,7 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, IsProtected
 from sglang_hc.policy.meeting import History, Split
 from sglang_hc.policy.tries import Tries
-from sglang_hc.queue.windows import RunningMean
+from sglang_hc.queue.lookahead import RunningMean
 from sglang_hc.tree.identity import BlockPath
 
 K_contra = TypeVar("K_contra", bound=Hashable, contravariant=True)

@@ -8,7 +8,7 @@ import pytest
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.queue.fetches import Missing, TurnEstimate
+from sglang_hc.queue.fetch_costs import Missing, TurnEstimate
 from support.host import path_of
 from support.rates import ConstantRates
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_hc.queue.requests import Serial
 from sglang_hc.srt.engine.intake import serial_of
-from sglang_hc.srt.requests.waiting import WaitingRequests
+from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from support.host import host_queue
 
 RIDS = 3
@@ -42,7 +42,7 @@ class Server:
     def __init__(self) -> None:
         window, _, _, view = host_queue(64, eviction="lru")
         view.finished("before", 1)  # one block per request: the window holds them all
-        self.waiting = WaitingRequests(view, None, on_device=lambda key: 0)
+        self.waiting = SchedulerQueue(view, None, on_device=lambda key: 0)
         self.window = window
         self.waiting_queue: list[Any] = []
         self.running: list[Any] = []
