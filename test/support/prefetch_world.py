@@ -107,7 +107,7 @@ class World:
         """blocks: of each of the requests that came before."""
         self.below = Tiers(slots)
         self.prefetcher: Prefetcher[str] = Prefetcher(
-            LookAhead(), self.below, costs, (slots, 10_000), mode
+            LookAhead(), self.below, costs, (slots, 10_000), mode, Counter()
         )
         for number in range(9):
             self.prefetcher.finished("before", blocks)

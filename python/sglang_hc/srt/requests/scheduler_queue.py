@@ -80,7 +80,7 @@ class SchedulerQueue:
 
     def look_at(self, request: Serial) -> QueuedPrompt:
         """What a waiting request is."""
-        return self._view.look_at(request)
+        return self._view.sources.look_at(request)
 
     def arrange(self, queue: list[Any]) -> None:
         """SGLang is about to ask for the requests of the queue in turn. With ready-first the first
