@@ -60,17 +60,21 @@ def all_hooks() -> list[Hook]:
     args = "sglang.srt.server_args.ServerArgs"
     runner = "sglang.srt.model_executor.model_runner.ModelRunner"
     policy = "sglang.srt.managers.schedule_policy"
+    adder = f"{policy}.PrefillAdder"
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
+    prefill = f"{scheduler}._get_new_batch_prefill_raw"
     parts = "sglang.srt.managers.scheduler_components"
     updates = f"{parts}.weight_updater.SchedulerWeightUpdaterManager"
     results = f"{parts}.batch_result_processor.SchedulerBatchResultProcessor"
     tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
-    openai = "sglang.srt.entrypoints.openai"
+    serving = "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase"
+    chat = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
     sample = "sglang.srt.speculative.eagle_utils.eagle_sample"
     draft = "sglang.srt.mem_cache.kv_cache_builder.maybe_register_hicache_draft"
     backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 
     keeps, give_up, status_400 = guard.Guarded(), guard.Guarded(guard.give_up), guard.Tokenizer()
+    alone = guard.Guarded(guard.like_no_other)
     start = guard.Unguarded("a server that is not as it was asked for does not start")
     ends = guard.Unguarded("without it nothing would end the restorations of a pass")
     forward = guard.Unguarded("its parts are guarded; what is around them is SGLang's pass")
@@ -89,25 +93,16 @@ def all_hooks() -> list[Hook]:
         Hook(f"{runner}.forward", around, hooks.forward, forward),
         Hook(f"{scheduler}.run_batch", around, hooks.run_batch, ends),
         Hook(f"{policy}.SchedulePolicy.calc_priority", after, hooks.arrange, keeps),
-        Hook(f"{policy}.PrefillAdder.add_one_req", around, meeting.add_one_req, give_up),
-        Hook(f"{policy}.PrefillAdder.add_chunked_req", around, meeting.add_chunked_req, give_up),
-        Hook(
-            f"{policy}.PrefillAdder.preempt_to_schedule",
-            *(around, preemption.preempt_to_schedule, give_up),
-        ),
-        Hook(
-            f"{scheduler}._get_new_batch_prefill_raw",
-            *(around, preemption.get_new_batch_prefill, keeps),
-        ),
+        Hook(f"{adder}.add_one_req", around, meeting.add_one_req, give_up),
+        Hook(f"{adder}.add_chunked_req", around, meeting.add_chunked_req, give_up),
+        Hook(f"{adder}.preempt_to_schedule", around, preemption.preempt_to_schedule, give_up),
+        Hook(prefill, around, preemption.get_new_batch_prefill, keeps),
         Hook(f"{scheduler}._can_schedule_lora_req", after, hooks.adapter_fits, keeps),
         Hook(f"{scheduler}.maybe_sleep_on_idle", around, hooks.sleep_on_idle, keeps),
         Hook(f"{scheduler}.get_internal_state", after, hooks.internal_state, keeps),
         Hook(sample, after, speculation.sampled, keeps),
         Hook(f"{results}._resolve_spec_v2_tokens", after, speculation.accepted, keeps),
-        Hook(
-            f"{scheduler}._add_request_to_queue",
-            *(before, namespaces.complete, guard.Guarded(guard.like_no_other)),
-        ),
+        Hook(f"{scheduler}._add_request_to_queue", before, namespaces.complete, alone),
         Hook(f"{scheduler}.handle_generate_request", around, entrance.admit, keeps),
         Hook(f"{scheduler}.handle_dumper_control", around, pins.control, answer),
         Hook(f"{tokenizer}.generate_request", around, entrance.check_request, status_400),
@@ -118,14 +113,8 @@ def all_hooks() -> list[Hook]:
         Hook(f"{tokenizer}._validate_one_request", before, pins.check_pin_request, status_400),
         Hook(f"{tokenizer}._validate_one_request", before, namespaces.pack_key, status_400),
         Hook(f"{tokenizer}._validate_one_request", before, hooks.check_input_ids, status_400),
-        Hook(
-            f"{openai}.serving_base.OpenAIServingBase._compute_extra_key",
-            *(around, namespaces.openai_key, status_400),
-        ),
-        Hook(
-            f"{openai}.serving_chat.OpenAIServingChat._convert_to_internal_request",
-            *(after, overflow.count_head, status_400),
-        ),
+        Hook(f"{serving}._compute_extra_key", around, namespaces.openai_key, status_400),
+        Hook(f"{chat}._convert_to_internal_request", after, overflow.count_head, status_400),
         Hook(f"{tokenizer}._wait_one_response", around, overflow.tell, reply),
         Hook(f"{scheduler}.clear_hicache_storage_wrapped", around, hooks.clear_storage, cleared),
         Hook(f"{tokenizer}.clear_hicache_storage", around, hooks.clear_everywhere, cleared),
