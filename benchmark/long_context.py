@@ -101,7 +101,7 @@ def _points(setup: Setup, tasks: Sequence[str], skews: Sequence[float]) -> list[
 
     def point(index: int, name: str, value: float | None, task: str, skew: float | None) -> Point:
         @functools.cache
-        def trace(repeat: int) -> Workload:
+        def workload(repeat: int) -> Workload:
             documents = Documents(args.contexts, args.scale)
             if skew is None:
                 made = documents.once_each(task)
@@ -110,7 +110,7 @@ def _points(setup: Setup, tasks: Sequence[str], skews: Sequence[float]) -> list[
                 made = documents.by_zipf(skew, chance)
             return setup.vocabulary.spoken(made, [args.seed, index, repeat])
 
-        return Point(name, value, trace, one_by_one)
+        return Point(name, value, workload, one_by_one)
 
     made = [point(index, task, None, task, None) for index, task in enumerate(tasks)]
     return made + [

@@ -123,21 +123,21 @@ def _check(args: argparse.Namespace) -> None:
 
 def _points(args: argparse.Namespace, setup: Setup) -> list[Point]:
     pace = Pace(args.max_parallel, bool(args.round_barrier), args.time_scale)
-    maker = _TraceMaker(args, setup)
-    if maker.timed:
+    workloads = _Workloads(args, setup)
+    if workloads.timed:
         if args.rates or args.concurrency:
             raise UsageError("--dataset brings its own arrival times: leave out the sweep")
-        return [Point("trace", None, maker.of(0, args.sessions, None), pace)]
+        return [Point("trace", None, workloads.of(0, args.sessions, None), pace)]
     if args.concurrency:
         return [
-            Point(f"users={count:g}", count, maker.of(index, int(count), float("inf")), pace)
+            Point(f"users={count:g}", count, workloads.of(index, int(count), float("inf")), pace)
             for index, count in enumerate(_numbers(args.concurrency, "--concurrency"))
         ]
     points = []
     for index, rate in enumerate(_numbers(args.rates or "inf", "--rates")):
         finite = None if rate == float("inf") else rate
-        trace = maker.of(index, args.sessions, rate)
-        points.append(Point(f"rate={rate:g}", finite, trace, pace, finite))
+        made = workloads.of(index, args.sessions, rate)
+        points.append(Point(f"rate={rate:g}", finite, made, pace, finite))
     return points
 
 
@@ -153,8 +153,8 @@ def _numbers(text: str, option: str) -> list[float]:
     return values
 
 
-class _TraceMaker:
-    """Traces of one benchmark: synthetic, or from a file that is read once."""
+class _Workloads:
+    """Of one benchmark: made here, or from a file that is read once."""
 
     def __init__(self, args: argparse.Namespace, setup: Setup) -> None:
         self._args = args
@@ -184,21 +184,21 @@ class _TraceMaker:
         return int(max(_numbers(self._args.concurrency, "--concurrency")))
 
     def of(self, index: int, sessions: int, rate: float | None) -> Callable[[int], Workload]:
-        """A function from the repeat to the trace of one point."""
+        """A function from the repeat to the workload of one point."""
         return functools.cache(lambda repeat: self._make(index, sessions, rate, repeat))
 
     def _make(self, index: int, sessions: int, rate: float | None, repeat: int) -> Workload:
         seed = [self._args.seed, index, repeat]
         if self._file is None:
             spec = dataclasses.replace(self._spec, sessions=sessions)
-            trace = clipped(synthetic_chat(spec, seed), self._args.max_len)
+            made = clipped(synthetic_chat(spec, seed), self._args.max_len)
         else:
-            trace = dataclasses.replace(self._file, sessions=self._file.sessions[:sessions])
+            made = dataclasses.replace(self._file, sessions=self._file.sessions[:sessions])
             if rate is not None:
-                trace = with_think(trace, self._think, [*seed, 1])
+                made = with_think(made, self._think, [*seed, 1])
         if rate is not None:
-            trace = with_arrivals(trace, self._args.arrival, rate, [*seed, 2])
-        return self._setup.vocabulary.spoken(trace, seed)
+            made = with_arrivals(made, self._args.arrival, rate, [*seed, 2])
+        return self._setup.vocabulary.spoken(made, seed)
 
 
 def read_dataset(text: str, setup: Setup, limit: int) -> Workload:
@@ -210,12 +210,14 @@ def read_dataset(text: str, setup: Setup, limit: int) -> Workload:
         if about_documents:
             sessions = documents.read(path, setup.tokenizer(), limit)
             return Workload(f"conversations about documents {path.name}", sessions)
-        read = read_trace(path, Timing(), lambda said: setup.tokenizer().encode(said))
+        encode = lambda said: setup.tokenizer().encode(said)  # noqa: E731
+        read = read_trace(path, Timing(), encode, limit)
     except OSError as error:
         raise UsageError(f"--dataset {text}: {error.strerror}") from None
     except TraceError as error:
         raise UsageError(f"--dataset {error}") from None
     # Where a trace has no times, --rates says when its sessions arrive.
-    timed = is_timed(read)
-    sessions = tuple(s if timed else dataclasses.replace(s, arrival=0.0) for s in read.sessions)
-    return dataclasses.replace(read, sessions=sessions[:limit])
+    if is_timed(read):
+        return read
+    at_once = tuple(dataclasses.replace(s, arrival=0.0) for s in read.sessions)
+    return dataclasses.replace(read, sessions=at_once)

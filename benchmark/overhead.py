@@ -86,7 +86,7 @@ def _point(setup: Setup, index: int, name: str, batch: int, lengths: tuple[int, 
     args = setup.args
 
     @functools.cache
-    def trace(repeat: int) -> Workload:
+    def workload(repeat: int) -> Workload:
         fresh = FreshIds()
 
         def request() -> Turn:
@@ -99,4 +99,4 @@ def _point(setup: Setup, index: int, name: str, batch: int, lengths: tuple[int, 
         source = f"distinct prompts of {prompt_len} tokens, replies of {output_len}"
         return setup.vocabulary.spoken(Workload(source, sessions), [args.seed, index, repeat])
 
-    return Point(name, None, trace, Pace())
+    return Point(name, None, workload, Pace())

@@ -74,30 +74,44 @@ def test_a_config_survives_json(machine: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--hc-host-size-gb", "many"], "--hc-host-size-gb: expected a number, got 'many'"),
-        (["--hc-host-size-gb", "0"], "--hc-host-size-gb: must be above 0 GiB"),
-        (["--hc-host-size-gb", "nan"], "--hc-host-size-gb: must be above 0 GiB"),
-        (["--hc-host-size-gb", "65"], "--hc-host-size-gb: 65 GiB is larger than"),
+        (["--hc-host-size-gb", "many"], "--hc-host-size-gb: invalid number value: 'many'"),
+        (
+            ["--hc-overflow-reserve", "1.5"],
+            "--hc-overflow-reserve: invalid whole_number value: '1.5'",
+        ),
         (["--hc-read-buffer-gb", "0.5"], "--hc-read-buffer-gb: it is gone: blocks of waiting"),
-        (["--hc-forms", "fast"], "--hc-forms: layer plan 'fast'"),
-        (["--hc-forms", "kv:2,hidden:2"], "--hc-forms: .*in the order"),
-        (["--hc-disk", ""], "--hc-disk: "),
-        (["--hc-disk", "/a:0"], "--hc-disk: "),
         (["--hc-remote", "floppy"], "--hc-remote: invalid choice: 'floppy' .*'file'"),
-        (["--hc-remote-config", "{"], "--hc-remote-config: the text: not valid JSON"),
-        (["--hc-remote-config", "[]"], r"--hc-remote-config: '\[\]' is neither a JSON object nor"),
-        (["--hc-remote-config", "/none.json"], "--hc-remote-config: '/none.json' is neither"),
-        (["--hc-trace", "/"], "--hc-trace: '/': is a directory; give a file to make"),
-        (["--hc-trace", "/nowhere/t.jsonl"], "--hc-trace: .*no directory /nowhere"),
     ],
 )
-def test_a_wrong_flag_is_named_with_status_2(
+def test_what_a_parser_cannot_read_is_named_with_status_2(
     machine: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
         parse(*argv)
     assert exit_.value.code == 2
     assert re.search(f"argument {message}", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--hc-host-size-gb", "0"], "must be above 0 GiB"),
+        (["--hc-host-size-gb", "nan"], "must be above 0 GiB"),
+        (["--hc-host-size-gb", "65"], "65 GiB is larger than"),
+        (["--hc-forms", "fast"], "layer plan 'fast'"),
+        (["--hc-forms", "kv:2,hidden:2"], ".*in the order"),
+        (["--hc-disk", ""], ""),
+        (["--hc-disk", "/a:0"], ""),
+        (["--hc-remote-config", "{"], "the text: not valid JSON"),
+        (["--hc-remote-config", "[]"], r"'\[\]' is neither a JSON object nor"),
+        (["--hc-remote-config", "/none.json"], "'/none.json' is neither"),
+        (["--hc-trace", "/"], "'/': is a directory; give a file to make"),
+        (["--hc-trace", "/nowhere/t.jsonl"], ".*no directory /nowhere"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_flag(machine: Path, argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"\({argv[0]}\): {message}"):
+        parse(*argv)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ MARK = "HC_CAMPAIGN_BEGAN"
 
 PLUGINS = "sglang.srt.plugins"
 ENTRY = "hc = sglang_hc.srt.plugin:activate"
-PACKAGES = ("python", "test", "sgl-kernel-ext/python")
+PACKAGES = ("python", "sgl-kernel-ext/python")
 
 TRITON_FLAGS = "--attention-backend triton --sampling-backend pytorch --grammar-backend none"
 """What SGLang needs where flashinfer and its grammar library are missing."""

@@ -13,6 +13,7 @@ from typing import Any
 from benchmark import ROOT
 from benchmark.__main__ import main as benchmark
 from benchmark.harness.arms import HICACHE
+from benchmark.harness.core import FREE_LOADING
 from scripts.make_tiny_models import BOS, EOS, PAD, build_tokenizer
 
 CONTEXT = 16384
@@ -152,13 +153,9 @@ def run(experiment: str, preset: Sequence[str], shorter: Sequence[str], about: s
     return status
 
 
-FREE_LOADING = ROOT / "test" / "support" / "free_loading.json"
-"""Costs under which everything stored is restored: tiny models are recomputed sooner otherwise."""
-
-
 def _arm_flags(words: Sequence[str], rehearse: bool) -> list[str]:
     """What single arms get, of the last --arms: HiCache its page size, and in a rehearsal ours a
-    reason to restore."""
+    reason to restore: tiny models are recomputed sooner otherwise."""
     last = max(index for index, word in enumerate(words) if word == "--arms")
     flags = {arm: HICACHE_PAGE for arm in HICACHE}
     if rehearse:

@@ -6,7 +6,7 @@ Minutes are estimates; nothing of this has run on a GPU yet.
 from __future__ import annotations
 
 from benchmark.gpu.runner import Step
-from benchmark.gpu.settings import FREE_LOADING
+from benchmark.harness.core import FREE_LOADING
 
 GPU, RESTORE = "benchmark.gpu", "benchmark.restore"
 NO_HICACHE = "SGLang's hierarchical cache does not start without a GPU"

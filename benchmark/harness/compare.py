@@ -82,9 +82,9 @@ class Agreement:
 
 
 def compare(
-    cells: Sequence[Cell], reference: str, trace_of: Callable[[str, int], Workload]
+    cells: Sequence[Cell], reference: str, workload_of: Callable[[str, int], Workload]
 ) -> list[Agreement]:
-    """One Agreement for every other arm. `trace_of(point, repeat)` is the trace of a cell.
+    """One Agreement for every other arm. `workload_of(point, repeat)` is the workload of a cell.
 
     Only requests whose token ids came back on both sides are compared.
     """
@@ -95,13 +95,13 @@ def compare(
         if arm == reference or base is None:
             continue
         total = agreements.setdefault(arm, Agreement(arm, 0, 0, 0, []))
-        _compare_cell(total, base, cell, trace_of(point, repeat))
+        _compare_cell(total, base, cell, workload_of(point, repeat))
     return list(agreements.values())
 
 
-def _compare_cell(total: Agreement, base: Cell, cell: Cell, trace: Workload) -> None:
+def _compare_cell(total: Agreement, base: Cell, cell: Cell, workload: Workload) -> None:
     expected, got = base.run.outputs(), cell.run.outputs()
-    for index, session in enumerate(trace.sessions):
+    for index, session in enumerate(workload.sessions):
         outputs: list[list[int]] = []
         parted = False
         for number in range(len(session.turns)):

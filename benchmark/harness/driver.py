@@ -1,4 +1,4 @@
-"""Sending one trace to one server: arrivals, think time, barriers, limits."""
+"""Sending one workload to one server: arrivals, think time, barriers, limits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sglang_hc.tools.workloads.sessions import Session, Workload
 
 @dataclass(frozen=True)
 class Pace:
-    """How a trace is sent.
+    """How a workload is sent.
 
     max_parallel: sessions in flight at once, None for no limit. round_barrier: turn n+1 of any
     session starts after turn n of all; then arrival times spread the requests of every round and
-    think time is not applied. time_scale: trace seconds to real seconds.
+    think time is not applied. time_scale: workload seconds to real seconds.
     """
 
     max_parallel: int | None = None
@@ -61,7 +61,7 @@ class Record:
 
 @dataclass
 class Run:
-    """All records of one trace on one server, in order of their start, and the whole duration.
+    """All records of one workload on one server, in order of their start, and the whole duration.
 
     duration_s covers the measured requests only: first start to last token.
     """
@@ -90,36 +90,36 @@ class Run:
 
 class _Drive:
     def __init__(
-        self, client: Client, trace: Workload, pace: Pace, progress: Callable[[], object]
+        self, client: Client, workload: Workload, pace: Pace, progress: Callable[[], object]
     ) -> None:
         self._client = client
-        self._trace = trace
+        self._workload = workload
         self._pace = pace
         self._progress = progress
         self._begun = time.perf_counter()
-        limit = pace.max_parallel or len(trace.sessions)
+        limit = pace.max_parallel or len(workload.sessions)
         self._slots = asyncio.Semaphore(max(1, limit))
-        self._histories = [History(session) for session in trace.sessions]
+        self._histories = [History(session) for session in workload.sessions]
         self._broken: set[int] = set()
         self.run = Run()
 
     async def whole_sessions(self) -> None:
-        await asyncio.gather(*(self._session(i) for i in range(len(self._trace.sessions))))
+        await asyncio.gather(*(self._session(i) for i in range(len(self._workload.sessions))))
 
     async def rounds(self) -> None:
-        depth = max(len(session.turns) for session in self._trace.sessions)
+        depth = max(len(session.turns) for session in self._workload.sessions)
         for turn in range(depth):
             at = self._now()
             await asyncio.gather(
                 *(
                     self._round_turn(at, index, turn)
-                    for index, session in enumerate(self._trace.sessions)
+                    for index, session in enumerate(self._workload.sessions)
                     if turn < len(session.turns)
                 )
             )
 
     async def _session(self, index: int) -> None:
-        session = self._trace.sessions[index]
+        session = self._workload.sessions[index]
         await self._until(session.arrival)
         async with self._slots:
             for turn, asked in enumerate(session.turns):
@@ -129,7 +129,7 @@ class _Drive:
                 await self._ask(session, index, turn)
 
     async def _round_turn(self, at: float, index: int, turn: int) -> None:
-        session = self._trace.sessions[index]
+        session = self._workload.sessions[index]
         await self._until(session.arrival, at)
         async with self._slots:
             await self._ask(session, index, turn)
@@ -159,14 +159,14 @@ class _Drive:
 
 
 async def drive(
-    client: Client, trace: Workload, pace: Pace, progress: Callable[[], object] = lambda: None
+    client: Client, workload: Workload, pace: Pace, progress: Callable[[], object] = lambda: None
 ) -> Run:
-    """Send `trace` and return its records. Failed requests are records too, never exceptions.
+    """Send `workload` and return its records. Failed requests are records too, never exceptions.
 
     After a failed turn the rest of that session is recorded as not sent. `progress` is called
     once for every request that ended.
     """
-    work = _Drive(client, trace, pace, progress)
+    work = _Drive(client, workload, pace, progress)
     await (work.rounds() if pace.round_barrier else work.whole_sessions())
     work.run.records.sort(key=lambda record: (record.start_s, record.session))
     return work.run

@@ -38,7 +38,7 @@ def execute(
     Returns the exit status: 1 when a request failed or a disagreement is not explained.
     """
     _terminate_like_interrupt()
-    longest = max(longest_prompt(point.trace(0)) for point in points)
+    longest = max(longest_prompt(point.workload(0)) for point in points)
     kept = setup.kept(experiment, names)
     suite = Suite(setup.arms, points, setup.suite_settings(longest, kept))
     cells = suite.run()
@@ -77,7 +77,7 @@ def _everything(result: dict[str, Any], plots: Sequence[Path], output: Path) -> 
 
 def _finder(points: Sequence[Point]) -> Any:
     by_name = {point.name: point for point in points}
-    return lambda name, repeat: by_name[name].trace(repeat)
+    return lambda name, repeat: by_name[name].workload(repeat)
 
 
 def _check_answers(cells: Sequence[Cell]) -> None:

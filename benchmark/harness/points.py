@@ -13,14 +13,14 @@ from sglang_hc.tools.workloads.sessions import Workload
 class Point:
     """One setting of a sweep.
 
-    trace: the trace of a repeat, the same for all arms; content differs between repeats so that
-    nothing is found in a cache by accident. value: the swept quantity, None outside a sweep.
-    rate: sessions arriving per second, None when all come at once or by their own times.
+    workload: that of a repeat, the same for all arms; content differs between repeats so that
+    nothing is found in a cache by accident. value: the swept quantity, None outside a sweep. rate:
+    sessions arriving per second, None when all come at once or by their own times.
     """
 
     name: str
     value: float | None
-    trace: Callable[[int], Workload]
+    workload: Callable[[int], Workload]
     pace: Pace
     rate: float | None = None
 

@@ -51,7 +51,7 @@ def build(
         command=machine.command(),
         measured_on=machine.describe(),
     )
-    return {**result, "conversation": _conversation(points[0].trace(0), cells)}
+    return {**result, "conversation": _conversation(points[0].workload(0), cells)}
 
 
 def from_runs(
@@ -92,12 +92,12 @@ def from_runs(
     }
 
 
-def _conversation(trace: Workload, cells: Sequence[Cell]) -> list[dict[str, str]]:
+def _conversation(workload: Workload, cells: Sequence[Cell]) -> list[dict[str, str]]:
     """What the last arm said in the first conversation; empty where prompts are not text to read.
 
     The questions are as the file has them, without the document.
     """
-    if trace.sessions[0].end_id is None:
+    if workload.sessions[0].end_id is None:
         return []
     return [
         {"question": record.label, "answer": record.reply.text}
@@ -108,13 +108,13 @@ def _conversation(trace: Workload, cells: Sequence[Cell]) -> list[dict[str, str]
 
 def point_json(point: Point) -> dict[str, Any]:
     """One object of `points`."""
-    trace = point.trace(0)
+    workload = point.workload(0)
     return {
         "name": point.name,
         "value": point.value,
-        "trace": trace.name,
-        "requests": trace.num_turns,
-        "notes": list(trace.notes),
+        "trace": workload.name,
+        "requests": workload.num_turns,
+        "notes": list(workload.notes),
     }
 
 

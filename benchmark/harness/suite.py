@@ -113,26 +113,31 @@ class Suite:
                 del self._live[arm.name]
 
     async def _warm_up(self, arm: Arm) -> None:
-        trace = self._settings.warmup
-        if not trace.sessions:
+        workload = self._settings.warmup
+        if not workload.sessions:
             return
         async with self._client(arm) as client:
-            run = await drive(client, trace, Pace(max_parallel=1))
+            run = await drive(client, workload, Pace(max_parallel=1))
         if run.failed:
             raise UsageError(f"arm {arm.name}: the warm-up failed: {run.failed[0].error}")
 
     def _cell(self, arm: Arm, point: Point, repeat: int) -> Cell:
-        trace = point.trace(repeat)
+        workload = point.workload(repeat)
         words = f"{arm.name} {point.name} repeat {repeat + 1}/{self._settings.repeat}"
-        with tqdm(total=trace.num_turns, desc=words, unit="req", mininterval=0.5) as bar:
-            cell = asyncio.run(self._cell_async(arm, point, repeat, trace, bar.update))
+        with tqdm(total=workload.num_turns, desc=words, unit="req", mininterval=0.5) as bar:
+            cell = asyncio.run(self._cell_async(arm, point, repeat, workload, bar.update))
         if self._settings.kept is not None:
             starts = self.start_s.get(arm.name) or [0.0]
             self._settings.kept.keep(cell, point, arm, starts[-1])
         return cell
 
     async def _cell_async(
-        self, arm: Arm, point: Point, repeat: int, trace: Workload, progress: Callable[[], object]
+        self,
+        arm: Arm,
+        point: Point,
+        repeat: int,
+        workload: Workload,
+        progress: Callable[[], object],
     ) -> Cell:
         async with self._client(arm) as client:
             try:
@@ -140,7 +145,7 @@ class Suite:
             except RequestFailed as error:
                 raise UsageError(f"arm {arm.name}: {error}") from None
             load = os.getloadavg()[0]
-            run = await drive(client, trace, point.pace, progress)
+            run = await drive(client, workload, point.pace, progress)
         return Cell(arm.name, point.name, repeat, run, load, flushed)
 
     def _client(self, arm: Arm) -> Client:

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ import torch
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
 from sglang_hc.capture.capture import Capture
+from sglang_hc.capture.direct import DirectRows
 from sglang_hc.capture.saving import DeviceState, HiddenPath
-from sglang_hc.capture.snapshots import ScatterQueue
+from sglang_hc.capture.snapshots import ScatterQueue, Snapshots
 from sglang_hc.capture.taps import TapBuffer
 from sglang_hc.device.copy_stream import HostCopyStream
 from sglang_hc.device.exactness import Exactness
@@ -41,7 +43,6 @@ from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import BLOCK_BYTES, Prefix
-from support.tiers import NoScheduler
 
 CPU = torch.device("cpu")
 
@@ -67,7 +68,8 @@ def tiers_of(
     copy_stream = HostCopyStream()
     device: Any = None  # nothing is restored or gathered from the device here
     taps = TapBuffer(1, 64, 2, torch.float32, CPU)
-    hidden = HiddenPath(pool, buffers, None, copy_stream, scatters, None)
+    snapshots = Snapshots(buffers, None, copy_stream, scatters)
+    hidden = HiddenPath(snapshots, DirectRows([pool.hidden], copy_stream, scatters, None))
     source = DeviceState(device, taps, None, hidden, None)
     capture = Capture(layout, host, scatters, source, on_ready=lambda node: None)
     counters: Counter[str] = Counter()
@@ -86,15 +88,20 @@ def cache_over(
     """The tree of a scheduler, by default one with nobody waiting."""
     params, compute = cache_params(), ComputeStream(CPU)
     ahead = PrerestoredBlocks(params.token_to_kv_pool_allocator, tiers.restorer, compute)
-    return HcRadixCache(params, tiers, scheduler or NoScheduler(), compute, ahead, order)
+    return HcRadixCache(params, tiers, scheduler or scheduler_with(0), compute, ahead, order)
+
+
+def scheduler_with(decoding: int) -> SimpleNamespace:
+    """In place of `srt.engine.scheduler.OwnScheduler`: so many decode, nobody waits."""
+    return SimpleNamespace(exporter=None, decoding=decoding, waiting_queue=[])
 
 
 def fill(tiers: Tiers, namespace: str | None, tokens: bytes) -> None:
     """Make the blocks of a path servable without moving bytes."""
     known = tiers.host.tree.match(Prefix(namespace, tokens))
-    node = known.full_parent or tiers.host.tree.root(namespace)
-    first = known.tokens // BLOCK_TOKENS * BLOCK_BYTES
-    for at in range(first, len(tokens), BLOCK_BYTES):
+    whole = known.tokens // BLOCK_TOKENS
+    node = known.nodes[whole - 1] if whole else tiers.host.tree.root(namespace)
+    for at in range(whole * BLOCK_BYTES, len(tokens), BLOCK_BYTES):
         slot = tiers.host.stage(0.0)
         assert slot is not None
         outcome = tiers.host.publish(node, tokens[at : at + BLOCK_BYTES], slot, 0.0)

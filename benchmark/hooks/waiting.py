@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -11,25 +12,52 @@ from typing import Any
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from benchmark.hooks.parts import cache_over, microseconds, summary, tiers_of
+from benchmark.hooks.parts import cache_over, microseconds, scheduler_with, summary, tiers_of
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.queue.requests import Serial
 from sglang_hc.srt.scheduling.hooks import arrange
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
+from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.outcome import Outcome
-from support.fake_io import FakeIo
-from support.tiers import NoScheduler
+from sglang_hc.tree.forgetting import Forgetting
 
 WAITING, BLOCKS, HOST_SLOTS = 1000, 32, 4096
 
 
-class InstantDisk(FakeIo):
+class InstantDisk:
     """Holds every block, or none, and reads at once: what is timed is our side."""
 
+    name = "disk"
+    capacity = WAITING * BLOCKS
+
     def __init__(self, *, full: bool) -> None:
-        super().__init__(capacity=WAITING * BLOCKS)
+        self.counts: Counter[str] = Counter()
         self._full = full
+        self._done: list[BlockDone] = []
+
+    def sources(self, block_ids: Sequence[bytes]) -> list[SourceTier]:
+        return [SourceTier.DISK] * len(block_ids)
+
+    def ask(self, block_ids: Sequence[bytes]) -> bool:
+        return False
+
+    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
+        self._done.append(BlockDone(ticket, Outcome.OK, self.name))
+        return True
+
+    def touch(self, block_ids: Sequence[bytes]) -> None:
+        return None
+
+    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> int:
+        return 0
+
+    def levels(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        return None
 
     def contains(self, block_ids: Sequence[bytes]) -> int:
         return len(block_ids) if self._full else 0
@@ -43,9 +71,8 @@ class InstantDisk(FakeIo):
         block_id: bytes,
         slot: int,
         deadline: float,
-        layers: tuple[int, ...] | None = None,
     ) -> None:
-        self._done.append(BlockDone(ticket, Outcome.OK, "disk"))
+        self._done.append(BlockDone(ticket, Outcome.OK, self.name))
 
     def expect(self, uses: Mapping[bytes, float | None]) -> None:
         return None
@@ -63,9 +90,8 @@ class Queue:
         for _ in range(64):
             tiers.queue.finished(Serial(-1), BLOCKS)
         retention = tiers.retention
-        order = DeviceOrder(tiers.host.tree.fingerprint, retention.priority, retention.keeps)
-        scheduler: Any = NoScheduler()
-        scheduler.decoding = 1  # those who wait, wait for others
+        order = DeviceOrder(tiers.host.tree.fingerprint, retention.priority)
+        scheduler: Any = scheduler_with(1)  # those who wait, wait for others
         self.waiting: list[Any] = scheduler.waiting_queue
         self.cache = cache_over(tiers, order, scheduler)
         self.running: list[Any] = []

@@ -114,7 +114,7 @@ def main() -> int:
     script = [sys.executable, str(ROOT / "scripts" / "get_real_model.py")]
     if subprocess.run([*script, "--output", str(ROOT / "models")], check=False).returncode:
         return 2
-    from support.real_text import tokens_of
+    from benchmark.quality.real_text import tokens_of
 
     text = tokens_of(MODEL, "constitution.txt")
     env = {"OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": str(ROOT / "python")}

@@ -15,9 +15,9 @@ whole   nothing is cut
 `hidden` and `mixed`. `book` is KV form on a third text, with as many samples as are asked for; all
 other numbers are over the first two.
 
-State comes from host memory through the server's scheduler, grafts, restoration and rotation; TT is
+State comes from host memory through the server's scheduler, moves, restoration and rotation; TT is
 an ordinary prompt of the same engine. The server keeps a whole block as head at least. A head of 0
-tokens is asked for behind that rule. One of 4 does not end with a block, so no graft can make the
+tokens is asked for behind that rule. One of 4 does not end with a block, so no move can make the
 cut path: the server's restorer is given the stored blocks as two restorations, head and rest.
 
 Cells are kept in --cells and are not measured again, so that a run can be cut off and continued.
@@ -102,8 +102,8 @@ def texts() -> dict[str, list[int]]:
 
     from transformers import AutoTokenizer
 
-    from support.core import MODELS
-    from support.real_text import tokens_of
+    from benchmark.harness.core import MODELS
+    from benchmark.quality.real_text import tokens_of
 
     tokenizer = AutoTokenizer.from_pretrained(MODELS / MODEL)
     reference = "\n".join(topics[name] for name in sorted(topics))
@@ -176,7 +176,7 @@ class Bench:
 
     def __init__(self, dtype: str, name: str) -> None:
         """name: a form, or what stands in place of one."""
-        from support.core import Core
+        from benchmark.harness.core import Core
 
         self.form, self.small = form_of(name), name in SMALL
         self.core = Core(

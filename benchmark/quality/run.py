@@ -38,7 +38,7 @@ HISTORY, REPLY, CONTINUATION, GREEDY = 320, 24, 256, 24
 
 def windows(count: int) -> list[tuple[list[int], list[int]]]:
     """(history, continuation) pairs, taken from the texts in turn, spread over each text."""
-    from support.real_text import tokens_of
+    from benchmark.quality.real_text import tokens_of
 
     size = HISTORY + CONTINUATION
     texts = [tokens_of(MODEL, name) for name in TEXTS]
@@ -53,8 +53,8 @@ def windows(count: int) -> list[tuple[list[int], list[int]]]:
 
 def measure(case: dict[str, Any]) -> list[dict[str, Any]]:
     """One row of raw values per arm of one engine: log probabilities, replies, drift."""
-    from support.core import Core
-    from support.real_text import drift, push_out, read_and_reply
+    from benchmark.harness.core import Core
+    from benchmark.quality.real_text import drift, push_out, read_and_reply
 
     core = Core(
         "--hc-forms", FORMS[case["forms"]], "--dtype", case["dtype"], "--hc-host-size-gb", "0.5",

@@ -40,7 +40,7 @@ SETTLING = 8
 
 def measure(case: dict[str, Any]) -> dict[str, float]:
     """Median seconds of a step per batch size."""
-    from support.core import Core
+    from benchmark.harness.core import Core
 
     largest = max(case["batches"])
     tokens = largest * (case["prompt"] + case["new"]) + 1024

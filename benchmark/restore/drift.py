@@ -38,7 +38,7 @@ POOL = 1600
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
     """Largest differences of restored rows, relative to the largest value of the layer's part."""
-    from support.core import Core
+    from benchmark.harness.core import Core
 
     core = Core(
         "--hc-forms", case["forms"], "--dtype", case["dtype"], "--max-total-tokens", str(POOL),

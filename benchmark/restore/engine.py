@@ -1,6 +1,6 @@
 """One model in this process with the server's own parts around it, for timing restorations.
 
-SGLang's real scheduler is built (test/support/core.py), so pool, projection, attention backend and
+SGLang's real scheduler is built (harness/core.py), so pool, projection, attention backend and
 recomputation are those of a server; no request is run.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmark.harness.core import Core
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.cost_model import CostModel
 from sglang_hc.policy.eviction import LruPolicy
@@ -29,7 +30,6 @@ from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import pack_tokens
-from support.core import Core
 
 PATTERN = 1 << 20
 """Random values that a host pool is filled with, again and again."""

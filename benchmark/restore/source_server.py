@@ -1,6 +1,6 @@
 """A server in this process whose disk, or remote store, is as fast as a benchmark says.
 
-SGLang's scheduler is driven request by request (test/support/core.py), without overlap scheduling:
+SGLang's scheduler is driven request by request (harness/core.py), without overlap scheduling:
 that launches the next pass before it looks at the last one's result, and on a CPU a launch is the
 whole pass, so every first token would wait for a decoding pass that a GPU does not wait for. The
 disk is a real one with a token bucket before its reads.
@@ -119,7 +119,7 @@ class SourceServer:
 
     def __init__(self, model: str, form: str, longest: int, folder: str, store: str) -> None:
         """folder: an existing one, for the blocks. store: `disk` or `file`."""
-        from support.core import Core
+        from benchmark.harness.core import Core
 
         # Costs are measured now, not those of another start: a machine's speed drifts.
         shutil.rmtree(Path(folder, "cache"), ignore_errors=True)

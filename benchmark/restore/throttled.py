@@ -5,7 +5,7 @@
 Per source the machine is measured as a server does at its first start, `auto` chooses a layer plan,
 and the restore plan what is done with one history. That restoration is timed against KV only,
 hidden only and recomputation, interleaved, and the medians compared. The sources are host memory
-and token buckets in front of it (test/support/throttled.py) whose rates follow from what was
+and token buckets in front of it (benchmark/harness/throttled.py) whose rates follow from what was
 measured: where hidden states balance with their projection, four times faster, four times slower.
 
 The parts are the server's: restore passes over slots of a host pool, the adapter's projection, the
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from benchmark.harness import machine
+from benchmark.harness.throttled import ThrottledCopyStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan
 from sglang_hc.policy import copy_order
 from sglang_hc.policy.cost_model import CostModel, SourceTier
@@ -39,7 +40,6 @@ from sglang_hc.restore.restore_pass import RestorePass
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tree.block_tree import BlockNode
-from support.throttled import ThrottledCopyStream
 
 TURN_S = 0.4
 

@@ -9,11 +9,23 @@ from typing import Any
 import msgspec
 
 from sglang_hc.config import FLAGS, GONE, HcConfig, flag_of
-from sglang_hc.errors import ConfigError
+
+
+def number(text: str) -> float:
+    """argparse names it in its error."""
+    return float(text)
+
+
+def whole_number(text: str) -> int:
+    """argparse names it in its error."""
+    return int(text)
+
+
+_PARSERS: dict[Any, Any] = {float: number, float | None: number, int: whole_number}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the `--hc-*` flags."""
+    """Add the `--hc-*` flags. The parser knows types and choices; `config_from` checks values."""
     group = parser.add_argument_group("sglang-hc", "the tiers below the GPU's radix cache")
     for field in msgspec.structs.fields(HcConfig):
         flag = FLAGS[field.name]
@@ -22,7 +34,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             option["action"] = "store_true"
         else:
             option |= {"metavar": flag.metavar, "choices": flag.choices}
-            option["type"] = _reader(flag.check, _PARSERS.get(field.type, str))
+            option["type"] = _PARSERS.get(field.type, str)
             if field.default == ():
                 option |= {"action": _Several, "nargs": "+"}
             elif field.default is not None:
@@ -67,9 +79,6 @@ class _Several(argparse._StoreAction):
         setattr(namespace, self.dest, [*(getattr(namespace, self.dest) or ()), *values])
 
 
-_PARSERS: dict[Any, Callable[[str], Any]] = {float: float, float | None: float, int: int}
-
-
 def _refuser(name: str) -> Callable[[str], Any]:
     """An argparse type of an option that is gone."""
 
@@ -77,24 +86,3 @@ def _refuser(name: str) -> Callable[[str], Any]:
         raise argparse.ArgumentTypeError(f"it is gone: {GONE[name]}")
 
     return refuse
-
-
-def _reader(
-    check: Callable[[Any], object] | None, parse: Callable[[str], Any]
-) -> Callable[[str], Any]:
-    """An argparse type that reports a failed check in argparse's own way."""
-
-    def read(text: str) -> Any:
-        try:
-            value = parse(text)
-        except ValueError:
-            kind = "a whole number" if parse is int else "a number"
-            raise argparse.ArgumentTypeError(f"expected {kind}, got {text!r}") from None
-        try:
-            if check is not None:
-                check(value)
-        except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-        return value
-
-    return read

@@ -30,7 +30,7 @@ def test_the_block_that_is_continued_does_not_make_room_for_its_copy() -> None:
     assert tiers.host.free_slots == 0
     # The device still holds "old"; a request goes on in the middle of its block.
     serve(tiers, "on", [1] * 40 + [3] * 10, 40, 5)
-    _, nodes, usable = tiers.host.tree.match(Prefix(None, pack_tokens([1] * 40 + [3] * 10))).ready
+    nodes, usable = tiers.host.tree.match(Prefix(None, pack_tokens([1] * 40 + [3] * 10))).ready
     assert usable == 50
     hidden = torch.from_numpy(tiers.restorer.path.pool.hidden[nodes[0].slot])
     assert (hidden[:, :40] == 7).all() and (hidden[:, 40:50] == 5).all()

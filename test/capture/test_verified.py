@@ -118,7 +118,7 @@ def test_rejected_rows_are_in_no_block(story: Story) -> None:
         slots = torch.zeros(committed[request], dtype=torch.int64)
         tiers.capture.commit(str(request), Prefix(None, tokens), slots, final=True)
         tiers.drain()
-        _, nodes, usable = tiers.host.tree.match(Prefix(None, tokens)).ready
+        nodes, usable = tiers.host.tree.match(Prefix(None, tokens)).ready
         assert usable == committed[request]
         for block, node in enumerate(nodes):
             low = block * BLOCK_TOKENS

@@ -20,30 +20,12 @@ from sglang_hc.device.exactness import (
     tiled,
     windows,
 )
+from support.products import backwards_where, by_count, in_order
 
 SIZE, OUT, FIRST = 32, 24, 8
 """A fused weight of 24 rows whose K and V part begins at row 8."""
 
 KvColumns = Callable[[torch.Tensor], torch.Tensor]
-
-
-def in_order(
-    states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, backwards: bool = False
-) -> torch.Tensor:
-    """Adds up in float32 from the first element to the last, or the other way; element by element,
-    so that nothing but the order decides about the bits."""
-    total = torch.zeros((states.shape[0], weight.shape[0]))
-    places = range(states.shape[1])
-    for k in reversed(places) if backwards else places:
-        total += states[:, k : k + 1].float() * weight[:, k].float()
-    if bias is not None:
-        total += bias.float()
-    return total.to(states.dtype)
-
-
-def by_count(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Another order for up to three rows, as float32 products of a CPU have."""
-    return in_order(states, weight, bias, backwards=states.shape[0] <= 3)
 
 
 def by_remainder(
@@ -55,11 +37,8 @@ def by_remainder(
     return torch.cat([in_order(states[:full], weight, bias), rest])
 
 
-def by_columns(
-    states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """Another order where the weight is not the whole fused one."""
-    return in_order(states, weight, bias, backwards=weight.shape[0] != OUT)
+by_columns = backwards_where(lambda _, columns: columns != OUT)
+"""Another order where the weight is not the whole fused one."""
 
 
 def ways(
@@ -86,11 +65,7 @@ def test_products_that_depend_on_rows_or_columns_are_found(dtype: torch.dtype, b
 
 @pytest.mark.parametrize("count", ROWS[:-1])
 def test_a_single_row_count_that_differs_is_found(count: int) -> None:
-    def odd_one(
-        states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        return in_order(states, weight, bias, backwards=states.shape[0] == count)
-
+    odd_one = backwards_where(lambda rows, _: rows == count)
     found = row_dependence(*ways(odd_one, False, torch.bfloat16))
     assert found is not None and found.startswith(f"{count} rows of the forward pass")
 

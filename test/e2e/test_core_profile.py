@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmark.harness.in_process import use_one_thread
 from sglang_hc.tools.cli.main import main
-from support.core import MODELS, Core, run_in_child, use_one_thread
+from support.core import MODELS, Core, run_in_child
 from support.profiles import FREE_LOADING, cost_model, write
 
 MODEL = MODELS / "llama-mha"

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from benchmark.quality.real_text import drift, push_out, tokens_of
 from support.core import Core, run_in_child
-from support.real_text import drift, push_out, tokens_of
 
 pytestmark = pytest.mark.long
 

@@ -88,7 +88,7 @@ def test_moved_state_says_what_transformers_says(real_model: str, window: int, n
 
 
 def in_two_ways(form: str) -> list[list[float]]:
-    """What follows a cut behind a whole block, after the server's grafts and after restorations
+    """What follows a cut behind a whole block, after the server's moves and after restorations
     beside its tree."""
     from benchmark.quality import overflow_table as table
 
@@ -108,5 +108,5 @@ def test_a_head_restored_beside_the_tree_is_what_the_server_restores(
     real_model: str, form: str
 ) -> None:
     """Table 1's heads of 4 tokens, which the server itself never keeps, come this way."""
-    grafted, restored = run_in_child(in_two_ways, form)
-    assert restored == pytest.approx(grafted, abs=1e-3)  # nats of 64 tokens
+    moved, restored = run_in_child(in_two_ways, form)
+    assert restored == pytest.approx(moved, abs=1e-3)  # nats of 64 tokens

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import pytest
 
-from support.core import Core, run_in_child
 from support.decisions import Note, note_decisions
 from support.ranked_core import RankedCore, run_ranks
 from support.speculation import NGRAM, SpeculativeCore
@@ -36,16 +35,6 @@ class Spoken(NamedTuple):
     proposed: list[list[int]]
     accepted: list[list[list[int]]]
     notes: list[Note]
-
-
-def plainly() -> list[int]:
-    return converse(Core(*ROOMY, model=MODEL), evict=False).history
-
-
-@pytest.fixture(scope="module")
-def history(models: None) -> list[int]:
-    """What is proposed from, where an oracle proposes."""
-    return run_in_child(plainly)
 
 
 def speak(rank: int, port: int, taught: list[int], evict: bool, warm: bool, *flags: str) -> Spoken:
@@ -79,7 +68,7 @@ def speak(rank: int, port: int, taught: list[int], evict: bool, warm: bool, *fla
     ],
 )
 def test_two_ranks_propose_and_keep_alike(
-    history: list[int],
+    plain: Told,
     tmp_path: Path,
     algorithm: str,
     shape: str,
@@ -88,9 +77,9 @@ def test_two_ranks_propose_and_keep_alike(
 ) -> None:
     ngram = algorithm == "NGRAM"
     flags = NGRAM if ngram else draft_model(tmp_path / "draft", algorithm, shape)
-    kept = run_ranks(speak, history, False, warm, *flags, *ROOMY)
+    kept = run_ranks(speak, plain.history, False, warm, *flags, *ROOMY)
     own = ("--hc-forms", form, "--hc-disk", f"{tmp_path}/d:1")
-    found = run_ranks(speak, history, True, warm, *flags, *TIGHT, *own)
+    found = run_ranks(speak, plain.history, True, warm, *flags, *TIGHT, *own)
     assert kept[0] == kept[1]
     for of_rank, wanted in zip(found, kept, strict=True):
         check_same(of_rank.told, wanted.told)

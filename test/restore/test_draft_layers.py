@@ -91,7 +91,7 @@ def test_what_comes_back_is_what_was_there(
         tiers.drain()
         at += len(tokens)
     tokens = data.draw(st.sampled_from(told))
-    _, nodes, usable = tiers.host.tree.match(Prefix(None, pack_tokens(tokens))).ready
+    nodes, usable = tiers.host.tree.match(Prefix(None, pack_tokens(tokens))).ready
     assert usable == len(tokens)
     stop = usable - lag
     start = data.draw(st.integers(0, max(0, stop - 1)))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmark.harness.throttled import ThrottledCopyStream
 from sglang_hc.device.copy_stream import CopyStream, HostCopyStream
 from sglang_hc.forms import BlockLayout, Form, LayerPlan, StateShape
 from sglang_hc.policy.cost_model import NOISY, CostModel, Samples, SourceTier
@@ -37,7 +38,6 @@ from sglang_hc.store.disk.reader import Read
 from sglang_hc.store.outcome import Outcome
 from support.clock import Clock
 from support.start_groups import on_ranks
-from support.throttled import ThrottledCopyStream
 
 CPU = torch.device("cpu")
 SHAPE = StateShape(6, 8, (16, 16), "uint8")

@@ -1,5 +1,5 @@
 """A campaign of cheap steps, run as `python campaign_steps.py [flags of the campaign]` with the
-root of the tree in PYTHONPATH.
+root of the tree and `test` in PYTHONPATH.
 
 Also the step itself: `campaign_steps.py step NAME COUNT --cells FILE` measures COUNT cells, slowly
 enough to be killed between and inside them. NAME `fails` ends with status 3 after the first one,

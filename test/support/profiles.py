@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmark.harness import core
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit
 from sglang_hc.profile_file import ANY_SERVER, encode
 
-FREE_LOADING = Path(__file__).with_name("free_loading.json")
-"""Loading costs nothing and prefill a second a token: what is stored is always restored."""
+FREE_LOADING = core.FREE_LOADING
 
 
 def cost_model(

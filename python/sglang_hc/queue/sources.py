@@ -25,7 +25,7 @@ from sglang_hc.tree.promotions import Promotions
 
 
 class Mover(Protocol):
-    """Brings the blocks of cut prompts to host memory; see `tiers.grafts.Grafts`."""
+    """Brings the blocks of cut prompts to host memory; see `tiers.mover.BlockMover`."""
 
     @property
     def coming(self) -> Promotions: ...

@@ -54,13 +54,11 @@ class BlockNode:
     pins: users of the slot (restorations, copies); a pinned block is not evicted or reused.
     source: the tier below that its bytes came from; HOST for a block that was computed here.
     moved: its state was taken over from another place; None for state computed on this path.
-    hits: uses of the block, for eviction policies.
     """
 
     __slots__ = (
         "block_id",
         "children",
-        "hits",
         "moved",
         "namespace",
         "parent",
@@ -84,7 +82,6 @@ class BlockNode:
         self.ready = False
         self.moved: Moved | None = None
         self.pins = 0
-        self.hits = 0
 
     @property
     def num_tokens(self) -> int:
@@ -123,22 +120,15 @@ class BlockNode:
 class PathMatch(NamedTuple):
     """Longest known prefix. `nodes` cover `tokens` tokens; the last may be covered in part."""
 
-    root: BlockNode | None
     nodes: tuple[BlockNode, ...]
     tokens: int
-
-    @property
-    def full_parent(self) -> BlockNode | None:
-        """Deepest node under which the next block of this path belongs; None: no such namespace."""
-        full = self.tokens // BLOCK_TOKENS
-        return self.nodes[full - 1] if full else self.root
 
     @property
     def ready(self) -> PathMatch:
         """The part of it that can be served: up to the first block that is not ready."""
         for index, node in enumerate(self.nodes):
             if not node.ready:
-                return PathMatch(self.root, self.nodes[:index], index * BLOCK_TOKENS)
+                return PathMatch(self.nodes[:index], index * BLOCK_TOKENS)
         return self
 
 
@@ -198,9 +188,9 @@ class BlockTree:
         """The longest part of a prefix that is known, ready or not. Changes nothing."""
         root = self._roots.get(prefix.namespace)
         if root is None:
-            return PathMatch(None, (), 0)
+            return PathMatch((), 0)
         nodes, count = self.below(root, prefix.tokens)
-        return PathMatch(root, tuple(nodes), count)
+        return PathMatch(tuple(nodes), count)
 
     def below(self, node: BlockNode, tokens: bytes) -> tuple[list[BlockNode], int]:
         """Longest prefix of packed `tokens` under a full block or root: its blocks, its length."""

@@ -23,11 +23,6 @@ FORGOTTEN = "\x1fhc-forgotten/"
 clients are packed and begin otherwise; nothing of these is kept."""
 
 
-def belongs_to(namespace: str | None, client: str | None) -> bool:
-    """Whether a namespace is one of the client's. client: see `namespaces.client_namespace`."""
-    return Namespace.of(namespace).client == Namespace.of(client)
-
-
 class Stored(NamedTuple):
     """What a stored block says of itself: see `store.disk.format.BlockHeader`."""
 
@@ -38,15 +33,16 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class Forgetting:
-    """The namespaces of a client. tokens: packed; only what may continue them, or is continued by
-    them, where blocks are stored one by one. Empty: everything."""
+    """The namespaces of a client, as `namespaces.client_namespace` names it. tokens: packed; only
+    what may continue them, or is continued by them, where blocks are stored one by one. Empty:
+    everything."""
 
     client: str | None
     tokens: bytes = b""
 
     def names(self, namespace: str | None) -> bool:
         """Whether this namespace is one of the client's."""
-        return belongs_to(namespace, self.client)
+        return Namespace.of(namespace).client == Namespace.of(self.client)
 
     def may_name(self, label: str, most: int) -> bool:
         """Whether a label of at most `most` bytes may be of one of the client's namespaces."""

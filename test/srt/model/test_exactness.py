@@ -16,44 +16,16 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang_hc.config import ConfigError
 from sglang_hc.srt.arguments.server_args import check_radix_cache
 from sglang_hc.srt.model import exactness
-from sglang_hc.srt.model.exactness import FixedTiles, measure, settle, use_plain_products
+from sglang_hc.srt.model.exactness import FixedTiles, choose_product, measure, use_plain_products
 from sglang_hc.srt.model.families import Family, LayerAdapter
-from sglang_hc.srt.model.projection import projections
+from support.products import backwards_where, by_count, in_order
 
 SIZE, HEADS, DIM = 32, 1, 8
 Q_ROWS = HEADS * DIM
 
 
-def in_order(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, backwards: bool = False
-) -> torch.Tensor:
-    """Adds up element by element, so that nothing but the order decides about the bits."""
-    total = torch.zeros((rows.shape[0], weight.shape[0]))
-    places = range(rows.shape[1])
-    for k in reversed(places) if backwards else places:
-        total += rows[:, k : k + 1].float() * weight[:, k].float()
-    if bias is not None:
-        total += bias.float()
-    return total.to(rows.dtype)
-
-
-def by_count(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    return in_order(rows, weight, bias, backwards=rows.shape[0] <= 3)
-
-
-def by_columns(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    return in_order(rows, weight, bias, backwards=weight.shape[0] != 3 * Q_ROWS)
-
-
-def by_both(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    other = rows.shape[0] <= 3 or weight.shape[0] != 3 * Q_ROWS
-    return in_order(rows, weight, bias, backwards=other)
+by_columns = backwards_where(lambda _, columns: columns != 3 * Q_ROWS)
+by_both = backwards_where(lambda rows, columns: rows <= 3 or columns != 3 * Q_ROWS)
 
 
 def by_place(
@@ -129,14 +101,29 @@ def refresh(layers: list[LayerAdapter]) -> list[LayerAdapter]:
     return layers
 
 
-def test_a_product_that_keeps_the_bits_is_left_alone(
-    layers: list[LayerAdapter], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("product", "cured", "sliceable", "tiles"),
+    [
+        (in_order, True, True, False),
+        (by_columns, True, False, False),
+        (by_both, True, False, True),
+        (by_place, False, True, False),
+    ],
+)
+def test_a_product_is_cured_by_the_whole_projection_by_tiles_or_left_as_it_was(
+    layers: list[LayerAdapter],
+    monkeypatch: pytest.MonkeyPatch,
+    product: Any,
+    cured: bool,
+    sliceable: bool,
+    tiles: bool,
 ) -> None:
-    use(monkeypatch, in_order)
-    proof = settle(refresh(layers), demanded=True)
-    assert (proof.wrong, proof.difference) == (None, 0.0)
-    assert all(layer.sliceable for layer in layers)
-    assert not any(type(layer.qkv.quant_method) is FixedTiles for layer in layers)
+    use(monkeypatch, product)
+    proof = choose_product(refresh(layers), demanded=True)
+    assert (proof.wrong is None) == cured and (proof.difference == 0.0 or not cured)
+    method = FixedTiles if tiles else UnquantizedLinearMethod
+    for layer in layers:
+        assert layer.sliceable == sliceable and type(layer.qkv.quant_method) is method
 
 
 def test_row_dependence_is_told_and_cured_by_tiles_only_on_demand(
@@ -144,47 +131,17 @@ def test_row_dependence_is_told_and_cured_by_tiles_only_on_demand(
 ) -> None:
     use(monkeypatch, by_count)
     refresh(layers)
-    told = settle(layers, demanded=False)
+    told = choose_product(layers, demanded=False)
     assert told.wrong is not None and "1 rows of the forward pass" in told.wrong
     assert not any(type(layer.qkv.quant_method) is FixedTiles for layer in layers)
     assert told.difference <= 2**-7
-    proof = settle(layers, demanded=True)
+    proof = choose_product(layers, demanded=True)
     assert (proof.wrong, proof.difference) == (None, 0.0)
     assert all(type(layer.qkv.quant_method) is FixedTiles for layer in layers)
     assert proof.digest != told.digest
     use_plain_products(layers)
     assert not any(type(layer.qkv.quant_method) is FixedTiles for layer in layers)
     assert measure(layers) == told
-
-
-def test_column_dependence_is_cured_by_the_whole_projection(
-    layers: list[LayerAdapter], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(monkeypatch, by_columns)
-    proof = settle(refresh(layers), demanded=True)
-    assert proof.wrong is None
-    assert not any(layer.sliceable for layer in layers)
-    assert not any(type(layer.qkv.quant_method) is FixedTiles for layer in layers)
-
-
-def test_both_are_cured_by_whole_tiles(
-    layers: list[LayerAdapter], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(monkeypatch, by_both)
-    proof = settle(refresh(layers), demanded=True)
-    assert proof.wrong is None
-    assert not any(layer.sliceable for layer in layers)
-    assert all(type(layer.qkv.quant_method) is FixedTiles for layer in layers)
-
-
-def test_what_nothing_cures_is_left_as_it_was(
-    layers: list[LayerAdapter], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(monkeypatch, by_place)
-    proof = settle(refresh(layers), demanded=True)
-    assert proof.wrong is not None
-    assert all(layer.sliceable for layer in layers)
-    assert all(type(layer.qkv.quant_method) is UnquantizedLinearMethod for layer in layers)
 
 
 def test_one_layer_with_another_product_is_enough(
@@ -199,37 +156,21 @@ def test_one_layer_with_another_product_is_enough(
     assert proof.difference > 0.01
 
 
-def test_a_quantised_projection_is_not_proven(
-    layers: list[LayerAdapter], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(monkeypatch, in_order)
-    for layer in refresh(layers):
-        layer.unquantized = layer.sliceable = False
-    proof = settle(layers, demanded=True)
-    assert proof.wrong is not None and "quantised" in proof.wrong
-
-
-@pytest.mark.parametrize(
-    ("demanded", "deterministic", "ways"),
-    [
-        (False, False, {"sglang", "epilogue", "fused"}),
-        (True, False, {"sglang"}),
-        (False, True, {"sglang"}),
-    ],
-)
+@pytest.mark.parametrize("demanded", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_other_kernels_do_not_project_where_bits_matter(
     layers: list[LayerAdapter],
     monkeypatch: pytest.MonkeyPatch,
     demanded: bool,
     deterministic: bool,
-    ways: set[str],
 ) -> None:
+    """What they do with it is in test_core_projection.py."""
     switched: list[str] = []
     monkeypatch.setattr(
         "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", lambda: switched.append("on")
     )
     exactness.prepare(arguments(deterministic, False), layers, demanded)
-    assert set(projections(SimpleNamespace(), layers, 128)) == ways
+    assert {layer.models_product for layer in layers} == {demanded or deterministic}
     assert switched == (["on"] if deterministic else [])
 
 

@@ -56,11 +56,10 @@ class LayerAdapter:
         self.v_head_dim = getattr(self.qkv, "v_head_size", self.head_dim)
         self.q_rows = self.qkv.num_heads * self.head_dim
         self._k_rows = self.kv_heads * self.head_dim
-        self.unquantized = type(self.qkv.quant_method) is UnquantizedLinearMethod
-        # A quantised projection cannot be sliced; the whole of it is run instead.
-        self.sliceable = self.unquantized
+        self.sliceable = type(self.qkv.quant_method) is UnquantizedLinearMethod
+        """Whether the K and V part of the projection is run; else the whole of it is."""
         self.linear: Product = torch.nn.functional.linear
-        """Product of a sliced projection; `exactness.settle` may choose another one."""
+        """Product of a sliced projection; `exactness.choose_product` may choose another one."""
         self.models_product = False
         """Whether restorations may run no other product than the model's: kernels of our own add up
         in another order."""

@@ -16,7 +16,7 @@ from typing import Any
 from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.direct import DirectRows
 from sglang_hc.capture.saving import DeviceState, HiddenPath
-from sglang_hc.capture.snapshots import ScatterQueue
+from sglang_hc.capture.snapshots import ScatterQueue, Snapshots
 from sglang_hc.config import GIB, ConfigError, HcConfig
 from sglang_hc.device.copy_stream import CopyStream, SideStream, copy_stream_for
 from sglang_hc.device.exactness import Exactness
@@ -68,7 +68,7 @@ from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.read_watch import not_observed
 from sglang_hc.store.remote import Chain, RemoteBlocks
 from sglang_hc.store.remote.envelope import fingerprint_of_part
-from sglang_hc.tiers.grafts import Grafts
+from sglang_hc.tiers.mover import BlockMover
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockTree
@@ -106,7 +106,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     scatters = ScatterQueue(executor, host, points_too=ranks.count > 1)
     mover = None
     if device.rotation is not None:
-        mover = Grafts(host, disk, scatters, counters, ranks.clock)
+        mover = BlockMover(host, disk, scatters, counters, ranks.clock)
     rules = QueueRules(config.prefetch, config.schedule == "ready-first", _can_meet(model, device))
     hints = wanted if config.eviction == "queue" else None
     copies, side = device.copy_stream, _side_stream(model, device, layout.shape)
@@ -125,7 +125,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     )
     order = None
     if config.eviction == "queue" and model.params.eviction_policy.lower() == "lru":
-        order = DeviceOrder(fingerprint, wanted, retention.keeps)
+        order = DeviceOrder(fingerprint, wanted)
     taps, share = state.memory.taps, config.audit
     audit = audit_of(tiers, pool, device.pool, taps, runner, compute, counters, share)
     tree = HcRadixCache(model.params, tiers, model.scheduler, compute, ahead, order, audit)
@@ -369,11 +369,12 @@ def _capture(
     """Saving copies in the opposite direction of restoring; a GPU does both at the same time."""
     taken, pool, copies = model.state.memory, memory.pool, device.copy_stream.opposite()
     hidden = kv = None
+    ways = copies, scatters, taken.ring
     if pool.layout.plan.hidden:
-        snapshots = memory.snapshots
-        hidden = HiddenPath(pool, snapshots, taken.twins, copies, scatters, taken.ring)
+        snapshots = Snapshots(memory.snapshots, taken.staging, copies, scatters)
+        hidden = HiddenPath(snapshots, DirectRows([pool.hidden], *ways))
     if pool.layout.kv_layers:
-        kv = DirectRows(pool.kv, copies, scatters, taken.ring)
+        kv = DirectRows(pool.kv, *ways)
     state = DeviceState(device.pool, taken.taps, taken.verified, hidden, kv)
     on_ready = disk.spill if disk is not None else lambda node: None
     return Capture(pool.layout, host, scatters, state, on_ready, ranks.clock)

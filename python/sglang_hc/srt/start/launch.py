@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sglang_hc.command_line import add_flags
+from sglang_hc.command_line import add_flags, config_from
 from sglang_hc.config import ConfigError
 from sglang_hc.srt.arguments.server_args import ALWAYS_ENV, config_of, explicit_plan
 
@@ -71,7 +71,7 @@ def _check_flags(argv: Sequence[str]) -> None:
     """Raise ConfigError for a wrong value of ours: SGLang's parser would print its whole usage."""
     own = _OwnFlags(add_help=False, allow_abbrev=False)
     add_flags(own)
-    own.parse_known_args(argv)
+    config_from(own.parse_known_args(argv)[0])
 
 
 def _check_model(argv: Sequence[str]) -> None:

@@ -72,7 +72,7 @@ class HostMatch:
         if known + count == near:
             further, more = below(nodes[-1], pack_tokens(ids[near:end]))
             nodes, count = nodes + further, count + more
-        _, served, count = PathMatch(block, tuple(nodes), count).ready
+        served, count = PathMatch(tuple(nodes), count).ready
         shared = min(count, on_device - known) // BLOCK_TOKENS
         if shared:
             setattr(device_node, NOTE, (served[shared - 1], known + shared * BLOCK_TOKENS))

@@ -9,20 +9,21 @@ from itertools import islice, takewhile
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.eviction import Block, EvictionPolicy, IsProtected, LruPolicy, make_policy
+from sglang_hc.policy.eviction import Block, EvictionPolicy, IsProtected, LruPolicy
 from sglang_hc.queue.fetch_costs import Missing, RestoreCosts
 from sglang_hc.queue.lookahead import EVICTION_STRETCH, LookAhead
 from sglang_hc.queue.meeting import Meetings, Step, TailReads
 from sglang_hc.queue.prefetch import Prefetcher
 from sglang_hc.tools.simulator.disk import DiskBlock, SimulatedDisk
 from sglang_hc.tools.simulator.jobs import FINGERPRINT, Job, tail_identity
+from sglang_hc.tools.simulator.policies import policy_named
 from sglang_hc.tools.simulator.reads import Transfer
 from sglang_hc.tree.block_tree import BlockNode, BlockTree, PathMatch
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import BLOCK_BYTES, Prefix
 from sglang_hc.tree.promotions import Promotion, Promotions
 
-NOTHING = PathMatch(None, (), 0)
+NOTHING = PathMatch((), 0)
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class TieredCache:
         def nodes(tier: str, slots: int) -> tuple[HostTier | None, EvictionPolicy[BlockNode]]:
             if not slots:
                 return None, LruPolicy()  # never told of a block
-            order = node_policy(tier) if node_policy else make_policy(policy, self.window)
+            order = node_policy(tier) if node_policy else policy_named(policy, self.window)
             return HostTier(BlockTree(FINGERPRINT), slots, order), order
 
         self.host, host_policy = nodes("host", sizes.host)
@@ -100,7 +101,7 @@ class TieredCache:
         self.disk: SimulatedDisk | None = None
         if sizes.disk:
             # The server's disk orders by age outside the window (store/disk/eviction.py).
-            order = disk_policy() if disk_policy else make_policy(policy, self.window, by_age=True)
+            order = disk_policy() if disk_policy else policy_named(policy, self.window, disk=True)
             self.disk = SimulatedDisk(sizes.disk, order)
         self._disk_write_free = 0.0
         self.write_seconds = costs.block_seconds(SourceTier.DISK)
@@ -314,9 +315,9 @@ def _store(tier: HostTier, tokens: bytes, now: float) -> None:
     start = match.tokens // BLOCK_TOKENS * BLOCK_BYTES
     offsets = range(start, len(tokens), BLOCK_BYTES)
     tier.evict(len(offsets) - tier.free_slots, now)
-    parent = match.full_parent
-    if parent is None or parent.is_root:  # making room may have emptied the tree
-        parent = tier.tree.root(None)
+    full = match.tokens // BLOCK_TOKENS
+    # Looked up only now: making room may have emptied the tree.
+    parent = match.nodes[full - 1] if full else tier.tree.root(None)
     for offset in offsets[: tier.free_slots]:
         slot = tier.stage(now)
         assert slot is not None

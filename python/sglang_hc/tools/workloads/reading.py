@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from sglang_hc.tools.workloads.recorded import recorded_sessions
@@ -58,15 +59,18 @@ class Timing:
     seed: int = 0
 
 
-def read_trace(path: Path, timing: Timing, encode: Encode | None = None) -> Workload:
+def read_trace(
+    path: Path, timing: Timing, encode: Encode | None = None, limit: int | None = None
+) -> Workload:
     """Workload from a trace file; its earliest session arrives at 0. encode: for formats with
-    text, whose lengths are estimated without it. Raises TraceError."""
+    text, whose lengths are estimated without it. limit: sessions that are read, None for all.
+    Raises TraceError."""
     try:
         kind = _kind_of(path)
         if kind == RECORDED:
-            sessions = recorded_sessions(path)
+            sessions = recorded_sessions(path)[:limit]
         else:
-            sessions = list(_sessions(READERS[kind](path), timing, encode))
+            sessions = list(islice(_sessions(READERS[kind](path), timing, encode), limit))
     except OSError as cause:
         raise TraceError(f"{path}: {cause.strerror or cause}") from cause
     except UnicodeDecodeError as cause:
@@ -109,8 +113,10 @@ def _sessions(
         for turn in session.turns:
             said, answer = _said(turn, so_far, fresh, encode), _text(turn.answered, fresh, encode)
             think = timing.think if turns and turn.at is None else 0.0
-            turns.append(Turn(said, answer, think, turn.at))
-            so_far += turns[-1].new_tokens + answer.length
+            made = Turn(said, answer, think, turn.at)
+            if made.new_tokens:
+                turns.append(made)
+                so_far += made.new_tokens + answer.length
         if turns:
             arrival = turns[0].at
             whole = isinstance(session.turns[0].asked, HashedPrompt)

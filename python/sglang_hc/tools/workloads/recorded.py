@@ -118,5 +118,6 @@ def _sessions(events: Iterable[dict[str, Any]]) -> list[Session]:
                 computed = b"".join(block.packed for block in paths.ending_in(event["path"]))
                 answer = computed[sum(len(block.packed) for block in prompt) :]
             if prompt:
-                sessions.append(Session(at, (Turn(prompt, Ids(answer)),), whole=True))
+                turn = Turn(prompt, Ids(answer), at=at)
+                sessions.append(Session(at, (turn,), whole=True))
     return sorted(sessions, key=lambda session: session.arrival)

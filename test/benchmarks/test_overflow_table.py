@@ -13,7 +13,7 @@ from benchmark.quality import after_cut
 from benchmark.quality import overflow_rows as rows
 from benchmark.quality import overflow_table as table
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("head", [0, 4, 64])

@@ -7,6 +7,7 @@ import pytest
 
 from sglang_hc.tools.workloads.reading import Timing, read_trace
 from sglang_hc.tools.workloads.traces import TraceError
+from sglang_hc.tree.identity import pack_tokens
 
 SAMPLES = Path(__file__).parents[3] / "benchmark" / "simulator" / "samples"
 MOONCAKE = {"timestamp": 2000, "input_length": 700, "output_length": 9, "hash_ids": [4, 7]}
@@ -65,11 +66,13 @@ def test_bailian_turns_follow_their_parents(tmp_path):
 def test_burstgpt_sessions_are_conversations(tmp_path):
     text = (
         "Timestamp,Session ID,Request tokens,Response tokens\n"
-        "10,a,5,6\n12,b,7,8\n30,a,9,10\n40,,3,0\n41,b,0,0\n"
+        "10,a,50,20\n12,b,7,8\n30,a,90,10\n40,,3,0\n41,b,0,0\n50,a,30,1\n"
     )
     sessions = read_trace(write(tmp_path, text), Timing()).sessions
-    assert [len(s.turns) for s in sessions] == [2, 1, 1]
-    assert [t.new_tokens for t in sessions[0].turns] == [5, 9] and not sessions[0].whole
+    assert [len(s.turns) for s in sessions] == [3, 1, 1]
+    # 90 covers the 70 tokens so far: 20 are new. 30 does not cover 100: all of it is new.
+    assert [t.new_tokens for t in sessions[0].turns] == [50, 20, 30] and not sessions[0].whole
+    assert len(read_trace(tmp_path / "trace", Timing(), limit=2).sessions) == 2
 
 
 def test_sharegpt_lengths_are_estimated_and_arrivals_drawn(tmp_path):
@@ -85,6 +88,9 @@ def test_sharegpt_lengths_are_estimated_and_arrivals_drawn(tmp_path):
     assert workload.sessions[0].turns[0].new_tokens == 12
     assert workload.sessions[0].turns[0].answer.length == 25
     assert workload == read_trace(path, Timing(rate=2.0, think=7.0, seed=1))
+    words = read_trace(path, Timing(), lambda text: [7] * len(text.split()))
+    assert words.sessions[0].turns[0].said[1].packed == pack_tokens([7])
+    assert words.sessions[0].turns[0].answer.length == 1
 
 
 @pytest.mark.parametrize(

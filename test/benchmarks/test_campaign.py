@@ -23,10 +23,10 @@ from benchmark.harness.cells import latest, read
 from support import campaign_steps
 from support.waiting import HANGS_S
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 DRIVER = Path(campaign_steps.__file__)
-PATHS = {"PYTHONPATH": str(ROOT)}
-"""What a script imports the campaign from."""
+PATHS = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "test")])}
+"""Where a script finds the campaign, and the campaign its steps."""
 KEYS = {
     *(f"fake/one/{n}" for n in range(4)), *(f"fake/two/{n}" for n in range(3)),
     *(f"fake/three/{n}" for n in range(5)), "step one", "step two", "step three",
@@ -37,6 +37,7 @@ KEYS = {
 def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a campaign of (name, cells, minutes) steps in this process; returns its exit status."""
     monkeypatch.setattr(runner, "GRACE_S", 0.2)
+    monkeypatch.setenv("PYTHONPATH", PATHS["PYTHONPATH"])
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
     def run(*kinds: tuple[str, int, float], words: tuple[str, ...] = ()) -> int:

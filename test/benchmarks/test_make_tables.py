@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmark" / "make_tables.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmark" / "make_tables.py"
 
 PAGE = """# Results
 

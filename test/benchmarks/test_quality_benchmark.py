@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from benchmark.quality import real_text
 from benchmark.quality import run as quality
-from support import real_text
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 12])

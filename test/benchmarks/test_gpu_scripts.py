@@ -28,7 +28,7 @@ Script = Callable[..., int]
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     """Runs one script with its words; arms start the fake instead of a real launcher."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setattr(arms, "HC_MODULE", "support.fake_sglang")
     monkeypatch.setattr(arms, "SGLANG_MODULE", "support.fake_sglang")
 

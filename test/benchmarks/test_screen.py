@@ -12,7 +12,7 @@ import pytest
 from benchmark import demo
 from benchmark.harness import arms, screen
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_the_demos_print_one_screen(
 ) -> None:
     """All that `make demo` prints, progress lines included, with servers that answer at once."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setattr(arms, "HC_MODULE", "support.fake_sglang")
     monkeypatch.setattr(arms.machine, "has_gpu", lambda: False)
     words = [which, "--model", str(tiny_tokenizer), "--output", str(tmp_path)]

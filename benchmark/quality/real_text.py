@@ -5,12 +5,12 @@ The texts are those of benchmark/texts.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from support.core import MODELS, Core
+from benchmark import ROOT
+from benchmark.harness.core import MODELS, Core
 
-TEXTS = Path(__file__).resolve().parents[2] / "benchmark" / "texts"
+TEXTS = ROOT / "benchmark" / "texts"
 
 
 class Drift(NamedTuple):

@@ -14,7 +14,7 @@ import pytest
 
 from support.fake_sglang import FakeServer, serve
 
-SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 @pytest.fixture(scope="session")

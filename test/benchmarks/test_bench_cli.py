@@ -40,7 +40,7 @@ def model(tmp_path: Path) -> str:
 @pytest.fixture
 def own_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arms start the fake instead of a real launcher."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setattr(arms, "HC_MODULE", "support.fake_sglang")
     monkeypatch.setattr(arms.machine, "has_gpu", lambda: False)
 

@@ -18,7 +18,7 @@ from benchmark.harness.workload import prompt_ids
 from sglang_hc.tools.cli.main import UsageError
 from sglang_hc.tools.workloads.sessions import Session, Workload
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 TALK = {
     "document": "text.txt",
     "lines": [2, 3],

@@ -1,4 +1,4 @@
-"""Grafts: whatever is where, and whatever fails, a moved block holds the bytes of its original."""
+"""Whatever is where, and whatever fails, a moved block holds the bytes of its original."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sglang_hc.queue.requests import QueuedPrompt
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.tiers.grafts import Grafts
+from sglang_hc.tiers.mover import BlockMover
 from sglang_hc.tree.block_tree import BlockNode, Moved
 from sglang_hc.tree.cuts import EarlierCuts, EarlierPath
 from sglang_hc.tree.identity import BlockPath, Prefix, pack_tokens
@@ -77,7 +77,9 @@ class World:
         self.scatters = ScatterQueue(self.executor, self.host)
         self.counters: Counter[str] = Counter()
         self.now = 0.0
-        self.grafts = Grafts(self.host, self.disk, self.scatters, self.counters, lambda: self.now)
+        self.mover = BlockMover(
+            self.host, self.disk, self.scatters, self.counters, lambda: self.now
+        )
         self.places: dict[bytes, int] = {}
         """Of each state that was computed: which block of its path it is."""
 
@@ -99,14 +101,14 @@ class World:
         path = BlockPath(prompt, identities(prompt.tokens, prompt.namespace))
         return cut, path, earlier(cut).paths(FINGERPRINT, prompt.tokens)
 
-    def graft(self, length: int) -> int:
+    def move(self, length: int) -> int:
         """Begin to move what can be moved for a turn; returns how many blocks."""
         _, path, ways = self.cut(length)
         ids = path.block_ids
         first = next((i for i, b in enumerate(ids) if not self.host.has(b)), len(ids))
-        found = self.grafts.find(path, ways, first)
+        found = self.mover.find(path, ways, first)
         assert found is not None
-        return self.grafts.fetch(path, ways, first, len(found), None)
+        return self.mover.fetch(path, ways, first, len(found), None)
 
     def end(self) -> None:
         """Carry out what is under way."""
@@ -122,7 +124,7 @@ class World:
     def check(self) -> None:
         """Every block has the bytes it should, no slot is lost, nothing is pinned."""
         self.host.check_integrity()
-        assert not self.host.staged_slots and not len(self.grafts.coming)
+        assert not self.host.staged_slots and not len(self.mover.coming)
         for node in self.host.tree.nodes():
             assert node.pins == 0 and node.ready
             origin, shift = node.moved or Moved(node.block_id, 0)
@@ -134,7 +136,7 @@ class World:
 def test_the_head_and_what_is_behind_the_cut_move() -> None:
     world = World(disk=False)
     world.compute(0, 440)
-    assert world.graft(480) == 4
+    assert world.move(480) == 4
     world.end()
     moved = [node.moved for node in world.blocks(480)]
     whole = identities(kept(0, 440))
@@ -147,7 +149,7 @@ def test_what_has_moved_moves_again_with_its_first_origin() -> None:
     world = World(disk=False)
     world.compute(0, 440)
     for length in (480, 640):
-        world.graft(length)
+        world.move(length)
         world.end()
         world.compute(RULE.cut(length, None).dropped, length)
     whole = identities(kept(0, 440))
@@ -161,9 +163,9 @@ def test_bytes_that_are_not_in_place_are_waited_for() -> None:
     cut, path, ways = world.cut(480)
     last = world.host.tree.match(Prefix(None, kept(0, 384))).nodes[-1]
     last.ready = False
-    assert world.grafts.find(path, ways, 0) is None
+    assert world.mover.find(path, ways, 0) is None
     world.host.mark_ready(last)
-    assert world.grafts.find(path, ways, 0) == [SourceTier.HOST] * 4
+    assert world.mover.find(path, ways, 0) == [SourceTier.HOST] * 4
     assert cut.dropped == 128
 
 
@@ -171,11 +173,11 @@ def test_a_copy_that_fails_is_not_served() -> None:
     world = World(disk=False)
     world.compute(0, 440)
     world.executor.fail_next = 2
-    assert world.graft(480) == 4
+    assert world.move(480) == 4
     world.end()
     assert world.blocks(480) == [] and world.counters["scatter_failed"] >= 1
     world.check()
-    assert world.graft(480) == 4, "it may be tried again"
+    assert world.move(480) == 4, "it may be tried again"
     world.end()
     assert len(world.blocks(480)) == 4
     world.check()
@@ -184,7 +186,7 @@ def test_a_copy_that_fails_is_not_served() -> None:
 def test_making_room_does_not_take_what_is_copied() -> None:
     world = World(slots=9, disk=False)
     world.compute(0, 440)  # 7 blocks, the tail included
-    assert 0 < world.graft(480) <= 4
+    assert 0 < world.move(480) <= 4
     world.end()
     world.check()
 
@@ -193,13 +195,13 @@ def test_making_room_does_not_take_what_is_copied() -> None:
 def test_after_a_restart_blocks_come_from_where_they_were_computed(lost: bool) -> None:
     world = World()
     world.compute(0, 440)
-    world.graft(480)
+    world.move(480)
     world.end()
     world.compute(128, 520)
     world.host.clear()
     if lost:  # the disk has evicted one of the originals
         world.io._blocks.pop(identities(kept(0, 440))[4])
-    assert world.graft(520) == (2 if lost else 6)
+    assert world.move(520) == (2 if lost else 6)
     world.end()
     assert len(world.blocks(520)) == (2 if lost else 6)
     world.check()
@@ -209,9 +211,7 @@ def test_after_a_restart_blocks_come_from_where_they_were_computed(lost: bool) -
 def test_a_request_waits_until_its_state_has_moved(disk: bool) -> None:
     world = World(disk=disk)
     window: LookAhead[str] = LookAhead()
-    view = QueueView(
-        world.host, world.disk, window, QueueRules(), UNKNOWN_COSTS, mover=world.grafts
-    )
+    view = QueueView(world.host, world.disk, window, QueueRules(), UNKNOWN_COSTS, mover=world.mover)
     world.compute(0, 440)
     if disk:
         world.host.clear()
@@ -235,7 +235,7 @@ def test_without_a_disk_a_wait_ends_on_the_clock_of_decisions() -> None:
     batches."""
     world = World(disk=False)
     window: LookAhead[str] = LookAhead()
-    view = QueueView(world.host, None, window, QueueRules(), UNKNOWN_COSTS, mover=world.grafts)
+    view = QueueView(world.host, None, window, QueueRules(), UNKNOWN_COSTS, mover=world.mover)
     world.compute(0, 440)
     cut = RULE.cut(480, None)
     waiting = QueuedPrompt(prompt_behind(cut, 480), lambda: 0, earlier(cut))
@@ -259,7 +259,7 @@ def test_any_turns_under_any_losses(data: st.DataObject) -> None:
         cut = RULE.cut(length, None)
         if cut.dropped:
             world.executor.fail_next = data.draw(st.integers(0, 2))
-            world.graft(length)
+            world.move(length)
             world.scatters.drain()
             for _ in range(data.draw(st.integers(0, 2))):
                 world.io.step(data.draw(st.sampled_from([Outcome.IO_ERROR, Outcome.TIMED_OUT])))

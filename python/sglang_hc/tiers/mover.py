@@ -1,4 +1,4 @@
-"""Grafts: what earlier turns stored of a cut prompt moves to its new place in the tree.
+"""What earlier turns stored of a cut prompt moves to its new place in the tree.
 
 A block of a cut prompt that no tier has under its own identity may be there as a block of what the
 prompt was cut to before, or of the whole prompt (`tree/cuts.py`). Its bytes are then copied to a
@@ -6,8 +6,8 @@ slot of their own and join the cut path, ahead of the request's turn, as a block
 from host memory by the I/O executor, from disk or the remote store by a read of the other block.
 
 The bytes do not change. The new block knows how far its state has moved, and a restoration rotates
-its K (`restore.restore_pass`). Grafted blocks are not written to disk again: after a restart, or
-when host memory has lost them, they are grafted once more from where they were computed.
+its K (`restore.restore_pass`). Moved blocks are not written to disk again: after a restart, or when
+host memory has lost them, they are moved once more from where they were computed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Source(NamedTuple):
     moved: Moved | None
 
 
-class Grafts:
+class BlockMover:
     """Brings blocks of cut prompts to host memory, from their own place or from an earlier one.
 
     Belongs to the scheduler thread and never waits. Counts overflow_moved_tokens in `counters`.
