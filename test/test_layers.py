@@ -1,7 +1,9 @@
-"""The rooms import downwards only, tests change no import path, and no file is long."""
+"""The rooms import downwards only, no test imports another or changes the import path, and no file
+is long."""
 
 from __future__ import annotations
 
+import ast
 import logging
 import re
 from collections.abc import Iterator
@@ -67,6 +69,32 @@ def test_no_test_edits_the_import_path() -> None:
     assert edit.search("sys" + ".path[:0] = ['here']") and edit.search("sys" + ".path.insert(0, x)")
     files = (ROOT / "test").rglob("*.py")
     assert [file for file in files if edit.search(file.read_text())] == []
+
+
+def imported_tests(source: str) -> list[str]:
+    """Modules that a test must not import: tests, and whatever lies beside it."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{'.' * node.level}{node.module or ''}"]
+            names += [f"{names[0]}.{alias.name}" for alias in node.names]
+        found += [name for name in names if name.startswith(".") or re.search(r"\btest_", name)]
+    return found
+
+
+def test_no_test_imports_another() -> None:
+    """What two tests need lies in test/support."""
+    for line in (
+        "from .test_a import B",
+        "from . import b",
+        "import e2e.test_a",
+        "from a import test_b",
+    ):
+        assert imported_tests(line), line
+    assert not imported_tests("from support.core import Core\nimport pytest")
+    files = (ROOT / "test").rglob("*.py")
+    assert {file.name: found for file in files if (found := imported_tests(file.read_text()))} == {}
 
 
 def test_no_file_is_longer_than_400_lines() -> None:

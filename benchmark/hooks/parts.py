@@ -13,8 +13,9 @@ import torch
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
 from sglang_hc.capture.capture import Capture
+from sglang_hc.capture.direct import DirectRows
 from sglang_hc.capture.saving import DeviceState, HiddenPath
-from sglang_hc.capture.snapshots import ScatterQueue
+from sglang_hc.capture.snapshots import ScatterQueue, Snapshots
 from sglang_hc.capture.taps import TapBuffer
 from sglang_hc.device.copy_stream import HostCopyStream
 from sglang_hc.device.exactness import Exactness
@@ -66,7 +67,8 @@ def tiers_of(
     copy_stream = HostCopyStream()
     device: Any = None  # nothing is restored or gathered from the device here
     taps = TapBuffer(1, 64, 2, torch.float32, CPU)
-    hidden = HiddenPath(pool, buffers, None, copy_stream, scatters, None)
+    snapshots = Snapshots(buffers, None, copy_stream, scatters)
+    hidden = HiddenPath(snapshots, DirectRows([pool.hidden], copy_stream, scatters, None))
     source = DeviceState(device, taps, None, hidden, None)
     capture = Capture(layout, host, scatters, source, on_ready=lambda node: None)
     counters: Counter[str] = Counter()

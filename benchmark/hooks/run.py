@@ -175,7 +175,7 @@ def evictions(waiting: int, rounds: int) -> list[tuple[float, float]]:
     """(stock, ours) of one call each, the longest unused `waiting` conversations needed."""
     window: LookAhead[Serial] = LookAhead()
     tiers = tiers_of(64)
-    order = DeviceOrder(tiers.host.tree.fingerprint, window, lambda _: True)
+    order = DeviceOrder(tiers.host.tree.fingerprint, window)
     stock, ours = RadixCache(cache_params()), cache_over(tiers, order)
     arms: list[RadixCache] = [stock, ours]
     for cache in arms:

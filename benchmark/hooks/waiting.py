@@ -65,7 +65,7 @@ class Queue:
         for _ in range(64):
             tiers.queue.finished(Serial(-1), BLOCKS)
         retention = tiers.retention
-        order = DeviceOrder(tiers.host.tree.fingerprint, retention.priority, retention.keeps)
+        order = DeviceOrder(tiers.host.tree.fingerprint, retention.priority)
         scheduler: Any = NoScheduler()
         scheduler.decoding = 1  # those who wait, wait for others
         self.waiting: list[Any] = scheduler.waiting_queue

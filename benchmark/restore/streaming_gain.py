@@ -31,7 +31,7 @@ from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit
 from sglang_hc.policy.layer_plan import auto_plan
-from sglang_hc.policy.makespan import LayerTimes, paths
+from sglang_hc.policy.makespan import LayerTimes, work_and_chain
 from sglang_hc.policy.meeting import History, Span, best_split, from_below
 from sglang_hc.policy.restore_plan import plan_restore
 from sglang_hc.tools.bench import cells
@@ -93,7 +93,7 @@ class Case:
             new=cost.prefill_layer(NEW, self.history),
             start=start,
         )
-        return max(paths(times, first, hidden, kv))
+        return max(work_and_chain(times, first, hidden, kv))
 
     def bound(self, head: int, first: int) -> float:
         """Disk, link and compute never wait for each other."""

@@ -11,6 +11,7 @@ import msgspec
 from sglang_hc.errors import ConfigError, convert, decode_json
 from sglang_hc.forms import LayerPlan
 from sglang_hc.memory import GIB, available_memory, total_memory
+from sglang_hc.policy.eviction import POLICIES
 from sglang_hc.profile_file import read_profile
 from sglang_hc.store.disk import DirectoryError, DirectorySpec
 from sglang_hc.store.ownership import read_remote_key
@@ -248,9 +249,9 @@ FLAGS: dict[str, Flag] = {
         check=check_disk,
     ),
     "eviction": Flag(
-        "what leaves a tier first: queue evicts what no waiting request needs, the others are for "
+        "what leaves a tier first: queue evicts what no waiting request needs, lru is for "
         "comparison",
-        choices=("queue", "lru", "fifo", "lfu"),
+        choices=POLICIES,
     ),
     "prefetch": Flag(
         "when blocks are read from disk: before a request's turn (queue), when it arrives, never",

@@ -34,8 +34,8 @@ class Bench:
         self.scatters = ScatterQueue(self.executor, self.host)
         used = copy_stream or (SimulatedCopyStream(device) if device else HostCopyStream())
         size = buffers * rows * LAYERS * WIDTH
-        twins = torch.empty(size, dtype=torch.uint8) if device or copy_stream else None
-        self.snapshots = Snapshots(self.buffers, twins, used, self.scatters)
+        staging = torch.empty(size, dtype=torch.uint8) if device or copy_stream else None
+        self.snapshots = Snapshots(self.buffers, staging, used, self.scatters)
 
     def add(self, value: int, rows: int, slot: int, slot_row: int = 0) -> None:
         """`rows` rows of value, value + 1, ... to a slot."""
@@ -44,7 +44,7 @@ class Bench:
             drawn = torch.arange(value + first, value + first + count, dtype=torch.uint8)
             targets[0][:, at : at + count] = drawn[None, :, None]
 
-        self.snapshots.add(rows, fill, [RowSpan(0, slot, slot_row, rows)])
+        self.snapshots.add(0, rows, fill, [RowSpan(0, slot, slot_row, rows)])
 
     def row(self, slot: int, row: int) -> int:
         values = set(self.pool.hidden[slot, :, row].flatten().tolist())
@@ -167,7 +167,7 @@ def test_the_next_step_never_waits_for_what_the_last_one_tapped(seed: int) -> No
 
     for step in range(steps):
         device.submit(COMPUTE, lambda n=step: taps.states.fill_(n + 1))
-        bench.snapshots.add(1, fill, [RowSpan(0, step, 0, 1)])
+        bench.snapshots.add(0, 1, fill, [RowSpan(0, step, 0, 1)])
         assert device.run_only(COMPUTE), "a step waits for a copy"
     assert device.queues[COPIES].over == 0
     assert bench.snapshots.room == 2, "what finds no room is refused by the caller, not waited for"
@@ -194,7 +194,7 @@ def test_a_device_buffer_is_not_refilled_before_its_copy_is_over(seed: int) -> N
         ) -> None:
             device.submit(COMPUTE, lambda: targets[0].fill_(value))
 
-        bench.snapshots.add(1, fill, [RowSpan(0, step, 0, 1)])
+        bench.snapshots.add(0, 1, fill, [RowSpan(0, step, 0, 1)])
     device.run()
     bench.scatters.drain()
     assert [bench.row(step, 0) for step in range(4)] == [1, 2, 3, 4]

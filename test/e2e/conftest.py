@@ -1,16 +1,29 @@
-"""Fixtures of the tests of meetings."""
+"""What several files compare with: servers that never evict."""
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING
+
 import pytest
 
-from support.core import run_in_child
+from support.core import Once, run_in_child
 from support.meetings import halving_profile, undisturbed
+
+if TYPE_CHECKING:
+    from support.speculative_talks import Told
+
+
+@pytest.fixture(scope="session")
+def once(models: None) -> Once:
+    """As `run_in_child`, for what is the same each time: the same call is made once, in whichever
+    file, and its result is not to be changed."""
+    return functools.cache(run_in_child)
 
 
 @pytest.fixture(scope="session")
 def wanted(models: None) -> dict[str, tuple[list[int], list[int]]]:
-    """Both replies of a server that never evicts, by form."""
+    """Both replies of a conversation that is met elsewhere, by form."""
     return {form: run_in_child(undisturbed, form) for form in ("hidden", "kv", "hidden:2,kv:2")}
 
 
@@ -18,3 +31,12 @@ def wanted(models: None) -> dict[str, tuple[list[int], list[int]]]:
 def profile(tmp_path_factory: pytest.TempPathFactory) -> str:
     """By these costs half of a history is computed."""
     return halving_profile(tmp_path_factory.mktemp("profile"))
+
+
+@pytest.fixture(scope="session")
+def plain(once: Once) -> Told:
+    """A conversation that is decoded speculatively elsewhere."""
+    from support.speculative_talks import plainly  # it imports SGLang
+
+    told: Told = once(plainly)
+    return told

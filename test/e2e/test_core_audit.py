@@ -15,15 +15,16 @@ from sglang_hc.srt.tree import audit
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support import waiting
-from support.adapters import pin_nothing, write_adapter
-from support.audits import ALL, audit_all, below, leave, path_of, prompt, server
-from support.core import Core, Reply, run_in_child
+from support.adapters import adapter_flags, adapter_ids, write_adapter
+from support.audits import ALL, audit_all, below, leave, path_of, server
+from support.core import Core, Once, Reply, run_in_child
+from support.prompts import prompt
 
 MODEL = "llama-gqa"
 
 # -- what is wrong is found --------------------------------------------------------------------
 
-PROMPT, OTHER = prompt(3), prompt(4)
+PROMPT, OTHER = prompt(3, 200), prompt(4, 200)
 WRONG = 1
 """The block of a path that is planted."""
 
@@ -80,14 +81,16 @@ def found_and_dropped(form: str, tier: str, folder: str) -> tuple[Reply, dict[st
     return after, counts, shown | {"again": again.storage}
 
 
-def right_reply(form: str, tokens: list[int]) -> list[int]:
-    return server(form, "--hc-audit", "0").ask(tokens, 16).tokens
+def right_replies(form: str) -> tuple[list[int], list[int]]:
+    """To PROMPT and OTHER."""
+    core = server(form, "--hc-audit", "0")
+    return core.ask(PROMPT, 16).tokens, core.ask(OTHER, 16).tokens
 
 
 @pytest.mark.parametrize("tier", ["host", "disk", "remote"])
 @pytest.mark.parametrize("form", ["kv", "hidden", "hidden:2,kv:2"])
 def test_a_block_of_other_tokens_leaves_every_tier(
-    models: None, tmp_path: Path, form: str, tier: str
+    once: Once, tmp_path: Path, form: str, tier: str
 ) -> None:
     after, counts, shown = run_in_child(found_and_dropped, form, tier, str(tmp_path / "d"))
     assert counts["audit_differences"] == 1
@@ -98,7 +101,7 @@ def test_a_block_of_other_tokens_leaves_every_tier(
         stays = tier == "remote"
         assert shown["holds"] == [stays, False, stays]
         assert shown["again"] == 64 * stays
-    assert after.tokens == run_in_child(right_reply, form, PROMPT)
+    assert after.tokens == once(right_replies, form)[0]
     assert after.cached == 64
     if tier == "disk":
         reply = run_in_child(restarted, form, str(tmp_path / "d"))
@@ -109,19 +112,22 @@ def restarted(form: str, folder: str) -> Reply:
     return server(form, "--hc-audit", "0", *below("disk", folder)).ask(PROMPT, 16)
 
 
-def slightly_off(form: str, dtype: str, times: float) -> dict[str, int]:
-    """One element of the first layer of a block, off by so many bounds."""
-    core = server(form, *ALL, dtype=dtype)
-    core.ask(PROMPT, 1)
-    core.settle()
-    pool, slot = core.tree.tiers.restorer.path.pool, path_of(core, PROMPT)[1].slot
-    chunk = (pool.hidden if form == "hidden" else pool.kv[1])[slot, 0]
-    rows = torch.from_numpy(chunk).view(getattr(torch, dtype))
-    allowed = bound(TOLERANCE[rows.dtype], 0) * float(rows.float().abs().max())
-    rows[63, 0] += times * allowed
-    core.evict()
-    core.ask(PROMPT, 1)
-    return audit_all(core)
+def slightly_off(form: str, dtype: str) -> list[dict[str, int]]:
+    """What was counted when one element of the first layer of a block is off by less than the
+    bound, then of another prompt's by more."""
+    core, counts = server(form, *ALL, dtype=dtype), []
+    for tokens, times in ((PROMPT, 0.4), (OTHER, 2.5)):
+        core.ask(tokens, 1)
+        core.settle()
+        pool, slot = core.tree.tiers.restorer.path.pool, path_of(core, tokens)[1].slot
+        chunk = (pool.hidden if form == "hidden" else pool.kv[1])[slot, 0]
+        rows = torch.from_numpy(chunk).view(getattr(torch, dtype))
+        allowed = bound(TOLERANCE[rows.dtype], 0) * float(rows.float().abs().max())
+        rows[63, 0] += times * allowed
+        core.evict()
+        core.ask(tokens, 1)
+        counts.append(audit_all(core))
+    return counts
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -129,16 +135,15 @@ def slightly_off(form: str, dtype: str, times: float) -> dict[str, int]:
 def test_one_number_off_by_more_than_the_bound_is_found(
     models: None, form: str, dtype: str
 ) -> None:
-    more = run_in_child(slightly_off, form, dtype, 2.5)
-    assert more["audit_differences"] == 1
-    less = run_in_child(slightly_off, form, dtype, 0.4)
+    less, more = run_in_child(slightly_off, form, dtype)
     assert "audit_differences" not in less and less["audited_blocks"] >= 3
+    assert more["audit_differences"] == 1
 
 
 def wrong_often(form: str, times: int) -> tuple[list[int], dict[str, Any], int, int]:
     core = server(form, *ALL)
     for number in range(times):
-        tokens = prompt(20 + number)
+        tokens = prompt(20 + number, 200)
         core.ask(tokens, 1)
         plant(core, tokens)
         core.evict()
@@ -155,8 +160,8 @@ def wrong_often(form: str, times: int) -> tuple[list[int], dict[str, Any], int, 
 
 
 @pytest.mark.parametrize("form", ["kv", "hidden"])
-def test_a_form_that_is_wrong_too_often_is_not_used_any_more(models: None, form: str) -> None:
-    wanted = run_in_child(right_reply, form, OTHER)
+def test_a_form_that_is_wrong_too_often_is_not_used_any_more(once: Once, form: str) -> None:
+    _, wanted = once(right_replies, form)
     tokens, stats, new, cached = run_in_child(wrong_often, form, STOP_AFTER - 1)
     assert tokens == wanted and cached == 199 and new == 4
     assert stats["audit_differences"] == STOP_AFTER - 1 and "audit_stops" not in stats
@@ -208,10 +213,10 @@ def interrupted(pool: str) -> tuple[list[int], bool, dict[str, int]]:
 
 
 @pytest.mark.parametrize(("pool", "goes_on"), [("2048", True), ("768", False)])
-def test_a_request_comes_before_the_audit(models: None, pool: str, goes_on: bool) -> None:
+def test_a_request_comes_before_the_audit(once: Once, pool: str, goes_on: bool) -> None:
     """Where the device has room for both the audit waits, else it ends."""
     tokens, waited, counts = run_in_child(interrupted, pool)
-    assert tokens == run_in_child(right_reply, "kv", OTHER)
+    assert tokens == once(right_replies, "kv")[1]
     assert waited == goes_on
     assert "audit_differences" not in counts
     assert (counts.get("audited_blocks", 0) >= 4) == goes_on
@@ -258,10 +263,10 @@ def failing() -> tuple[dict[str, int], int, list[int]]:
     return audit_all(core), core.tree.audit.waiting, reply.tokens
 
 
-def test_an_audit_that_fails_costs_audits_only(models: None) -> None:
+def test_an_audit_that_fails_costs_audits_only(once: Once) -> None:
     counts, waiting, tokens = run_in_child(failing)
     assert "audited_blocks" not in counts and waiting == 0
-    assert tokens == run_in_child(right_reply, "kv", PROMPT)
+    assert tokens == once(right_replies, "kv")[0]
 
 
 # -- what is audited ---------------------------------------------------------------------------
@@ -325,16 +330,11 @@ def test_samples_are_bounded(models: None) -> None:
     ]  # fmt: skip
 
 
-def adapters(*folders: str) -> tuple[dict[str, int], dict[str, int]]:
+def adapters(folders: dict[str, str]) -> tuple[dict[str, int], dict[str, int]]:
     """With LoRA: what is right, then the blocks of one adapter under the tokens of the other."""
-    pin_nothing()
-    paths = [f"{Path(folder).name}={folder}" for folder in folders]
-    flags = ("--lora-backend", "torch_native", "--max-loras-per-batch", "1")
-    core = server("kv", *ALL, "--lora-paths", *paths, *flags, model=MODEL)
-    refs = core.scheduler.tp_worker.model_runner.lora_manager.lora_refs
-    ids = sorted(refs, key=lambda one: refs[one].lora_name)
-
-    keys = {}
+    core = server("kv", *ALL, *adapter_flags(folders, 1), model=MODEL)
+    by_name, keys = adapter_ids(core), {}
+    ids = [by_name[name] for name in sorted(by_name)]
 
     def ask() -> dict[str, int]:
         for lora in ids:  # an adapter is replaced by the other one on the device
@@ -355,8 +355,8 @@ def adapters(*folders: str) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def test_the_state_of_another_adapter_is_found(models: None, tmp_path: Path) -> None:
-    folders = [write_adapter(tmp_path / name, seed, MODEL) for seed, name in enumerate("ab")]
-    right, wrong = run_in_child(adapters, *folders)
+    folders = {name: write_adapter(tmp_path / name, i, MODEL) for i, name in enumerate("ab")}
+    right, wrong = run_in_child(adapters, folders)
     assert right["audited_blocks"] >= 6 and "audit_differences" not in right
     assert wrong["audit_differences"] == 1, "its first block"
 

@@ -16,7 +16,7 @@ from functools import partial
 import pytest
 
 from support.core import Core, Reply, run_in_child
-from support.disk_store import Faults, FaultyBackend, failing
+from support.disk_store import Faults, failing, open_with
 
 FLAGS = ("--max-total-tokens", "640", "--dtype", "float32", "--hc-forms", "hidden:2,kv:2")
 FAULTS = [
@@ -49,13 +49,9 @@ def undisturbed() -> dict[str, tuple[list[int], list[int]]]:
 def meet_faults(folder: str) -> dict[str, tuple]:
     """Per fault: both replies, the reply afterwards, and what was counted."""
     from sglang_hc.queue import prefetch
-    from sglang_hc.store.disk import DiskStore
 
     faults = Faults()
-    opened = DiskStore.open
-    DiskStore.open = lambda *args, **options: opened(
-        *args, backend=FaultyBackend(faults), **options
-    )
+    open_with(faults)
     core = Core("--hc-disk", f"{folder}:1", "--hc-host-size-gb", "0.2", *FLAGS)
     well, patience = vars(Faults()).copy(), prefetch.PATIENCE
 

@@ -6,7 +6,6 @@ under graphs: a tap that keeps what it was handed, and a gate inside a graph.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from support.core import run_in_child
 from support.graph_mock import GraphCore
+from support.prompts import prompt
 
 POOL = 640
 FLAGS = (
@@ -23,11 +23,6 @@ FLAGS = (
 )
 TOLERANCE = 1e-4
 """Relative, in float32: a product of more rows may round otherwise."""
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 900) for _ in range(length)]
 
 
 def tap_by_reference(core: GraphCore) -> None:
@@ -74,7 +69,7 @@ def served(
     batches = [event for event in core.events if event[0] == "rows"]
     taken, passes = [], list(taken)
     core.settle()
-    core.flood(random.Random(1), 2 * POOL)
+    core.push_out()
     core.events.clear()
     replies, errors = [], []
     for tokens, before in zip(whole, kept, strict=True):

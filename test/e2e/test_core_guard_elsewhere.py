@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sglang_hc.srt.engine import guard
-from support.adapters import pin_nothing, write_adapter
+from support.adapters import adapter_flags, adapter_ids, write_adapter
 from support.core import Core, run_in_child
 from support.planted import Faults
+from support.prompts import prompt
 from support.speculation import NGRAM, SpeculativeCore
-from support.speculative_talks import MODEL, ROOMY, TIGHT, Told, converse
+from support.speculative_talks import MODEL, TIGHT, Told, converse
 
-RNG = random.Random(3)
-LOW, HIGH = RNG.choices(range(3, 900), k=120), RNG.choices(range(3, 900), k=200)
+LOW, HIGH = prompt("low", 120), prompt("high", 200)
 both_sides = pytest.mark.parametrize("late", [False, True], ids=["before", "behind"])
-
-
-def plainly() -> Told:
-    return converse(Core(*ROOMY, model=MODEL), evict=False)
 
 
 def speculate(late: bool, taught: list[int]) -> dict[str, Any]:
@@ -46,8 +40,7 @@ def speculate(late: bool, taught: list[int]) -> dict[str, Any]:
 
 
 @both_sides
-def test_of_speculation(models: None, late: bool) -> None:
-    plain = run_in_child(plainly)
+def test_of_speculation(plain: Told, late: bool) -> None:
     for place, (broken, sound, cached, errors) in run_in_child(
         speculate, late, plain.history
     ).items():
@@ -67,19 +60,15 @@ def make_room(late: bool) -> tuple[Any, ...]:
     )  # fmt: skip
 
     def both() -> tuple[list[list[int]], int]:
-        rids, passes = [core.submit(LOW, 24)], 0
+        rids = [core.submit(LOW, 24)]
         core.inbox[-1].priority = 0
 
-        def receive() -> list[Any]:
-            nonlocal passes
-            passes += 1
-            if passes == 8:
+        def each_pass(number: int) -> None:
+            if number == 8:
                 rids.append(core.submit(HIGH, 24))
                 core.inbox[-1].priority = 100
-            return core.receive()
 
-        core.scheduler.request_receiver = SimpleNamespace(recv_requests=receive)
-        core.run()
+        core.run(each_pass=each_pass)
         core.settle()
         requests = [core.requests[rid] for rid in rids]
         return [core.reply(rid).tokens for rid in rids], sum(r.retraction_count for r in requests)
@@ -100,19 +89,16 @@ def test_of_priorities(models: None, late: bool) -> None:
     assert broken == sound == alone
 
 
-def ask_with_adapters(late: bool, *adapters: str) -> tuple[Any, ...]:
+def ask_with_adapters(late: bool, adapters: dict[str, str]) -> tuple[Any, ...]:
     """Replies with each adapter before, while the hook fails and afterwards; errors; tokens that
     came back."""
     faults = Faults()
     faults.plant()
-    pin_nothing()
-    paths = [f"{Path(adapter).name}={adapter}" for adapter in adapters]
     core = Core(
-        "--lora-paths", *paths, "--lora-backend", "torch_native", "--max-loras-per-batch", "1",
-        "--max-total-tokens", "1280", "--hc-host-size-gb", "0.05", "--dtype", "float32",
-        "--hc-forms", "kv", model="llama-gqa",
+        *adapter_flags(adapters, 1), "--max-total-tokens", "1280", "--hc-host-size-gb", "0.05",
+        "--dtype", "float32", "--hc-forms", "kv", model=MODEL,
     )  # fmt: skip
-    loras = list(core.scheduler.tp_worker.model_runner.lora_manager.lora_refs)
+    loras = list(adapter_ids(core).values())
 
     def ask() -> tuple[list[list[int]], list[int]]:
         core.settle()
@@ -132,7 +118,7 @@ def ask_with_adapters(late: bool, *adapters: str) -> tuple[Any, ...]:
 
 @both_sides
 def test_of_adapters(models: None, tmp_path: Path, late: bool) -> None:
-    adapters = [write_adapter(tmp_path / name, seed, "llama-gqa") for seed, name in enumerate("ab")]
-    first, broken, sound, cached, errors = run_in_child(ask_with_adapters, late, *adapters)
+    adapters = {name: write_adapter(tmp_path / name, i, MODEL) for i, name in enumerate("ab")}
+    first, broken, sound, cached, errors = run_in_child(ask_with_adapters, late, adapters)
     assert errors > 0 and first[0] != first[1]
     assert first == broken == sound and min(cached) >= 128

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from support.core import MODELS, Core, run_in_child
-from support.disk_store import Faults, FaultyBackend
+from support.disk_store import Faults, open_with
 
 FLAGS = ("--max-total-tokens", "640", "--dtype", "float32", "--hc-forms", "hidden:2,kv:2")
 PROMPTS = [random.Random(seed).choices(range(3, 900), k=200) for seed in range(3)]
@@ -44,8 +44,6 @@ def in_time(what: Any, *args: Any) -> Any:
 def met(folder: str) -> tuple[list[list[int]], dict[str, Any]]:
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
-    from sglang_hc.store.disk import DiskStore
-
     mark = Path(folder) / "hangs"
     Path(folder).mkdir()
 
@@ -53,8 +51,7 @@ def met(folder: str) -> tuple[list[list[int]], dict[str, Any]]:
         while mark.exists():
             time.sleep(0.01)
 
-    opened, backend = DiskStore.open, FaultyBackend(Faults(hang, on_write=hang))
-    DiskStore.open = lambda *args, **more: opened(*args, backend=backend, **more)
+    open_with(Faults(hang, on_write=hang))
     core = Core("--hc-disk", f"{folder}:1", "--hc-host-size-gb", "0.2", *FLAGS)
     replies = [core.ask(PROMPTS[0], 16).tokens]
     core.settle()

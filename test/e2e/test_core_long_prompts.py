@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
 from typing import Any
 
 import pytest
 
 from support.core import Core, run_in_child
+from support.prompts import prompt
 
 pytestmark = pytest.mark.long
 
@@ -20,11 +20,6 @@ CHUNKS_AND_A_PART = 2 * CHUNK + 2000
 PLANS = ("hidden", "kv", "hidden:1,kv:1")
 SHAPE = {"num_hidden_layers": 2, "max_position_embeddings": 32_768}
 """Of the tiny Llama, made shallow and long. Its weights are in place; the rest of them is left."""
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 900) for _ in range(length)]
 
 
 def second_turns(forms: str, lengths: list[int]) -> dict[str, Any]:
@@ -39,16 +34,10 @@ def second_turns(forms: str, lengths: list[int]) -> dict[str, Any]:
     core.run()
     first = [core.reply(rid).tokens for rid in rids]
     core.settle()
-    core.scheduler.tree_cache.evict(_all_of(core))
+    core.evict()
     again = [core.ask([*p, *r, *prompt(9, 8)], 1) for p, r in zip(prompts, first, strict=True)]
     core.settle()
     return {"again": again, "stats": core.tree.stats()}
-
-
-def _all_of(core: Core) -> Any:
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
-    return EvictParams(num_tokens=core.scheduler.max_total_num_tokens)
 
 
 MIXED = PLANS[2]

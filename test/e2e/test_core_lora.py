@@ -8,14 +8,13 @@ from typing import NamedTuple
 
 import pytest
 
-from support.adapters import pin_nothing, write_adapter
+from support.adapters import adapter_flags, adapter_ids, write_adapter
 from support.core import Core, run_in_child
 
 MODEL, TURNS = "llama-gqa", 6
 FLAGS = (
     *("--context-length", "512", "--hc-overflow-drop", "0.34", "--hc-overflow-reserve", "64"),
     *("--max-total-tokens", "2048", "--hc-host-size-gb", "0.2", "--dtype", "float32"),
-    *("--lora-backend", "torch_native", "--max-loras-per-batch", "2"),
 )
 
 
@@ -44,13 +43,10 @@ def talk(core: Core, lora: str | None, salt: str | None, evict: bool) -> Talk:
     return found
 
 
-def talks(mode: str, *adapters: str) -> tuple[dict[str, list[Talk]], dict[str, int]]:
+def talks(mode: str, adapters: dict[str, str]) -> tuple[dict[str, list[Talk]], dict[str, int]]:
     """By adapter, and "none": kept on the device, evicted between turns."""
-    pin_nothing()
-    paths = [f"{Path(adapter).name}={adapter}" for adapter in adapters]
-    core = Core("--hc-overflow", mode, "--lora-paths", *paths, *FLAGS, model=MODEL)
-    refs = core.scheduler.tp_worker.model_runner.lora_manager.lora_refs
-    ids = {ref.lora_name: lora for lora, ref in refs.items()}
+    core = Core("--hc-overflow", mode, *adapter_flags(adapters, 2), *FLAGS, model=MODEL)
+    ids = adapter_ids(core)
     found: dict[str, list[Talk]] = {name: [] for name in (*ids, "none")}
     for salt, evict in ((None, False), ("evicted", True)):
         for name, talked in found.items():  # in turns, with the same prompts and key
@@ -60,8 +56,8 @@ def talks(mode: str, *adapters: str) -> tuple[dict[str, list[Talk]], dict[str, i
 
 @pytest.mark.parametrize("mode", ["recompute", "reembed"])
 def test_state_behind_a_cut_belongs_to_its_adapter(models: None, tmp_path: Path, mode: str) -> None:
-    adapters = [write_adapter(tmp_path / name, seed, MODEL) for seed, name in enumerate("ab")]
-    found, counts = run_in_child(talks, mode, *adapters)
+    adapters = {name: write_adapter(tmp_path / name, i, MODEL) for i, name in enumerate("ab")}
+    found, counts = run_in_child(talks, mode, adapters)
     for name, (kept, evicted) in found.items():
         assert evicted.replies == kept.replies, name
         assert kept.found[0] == evicted.found[0] == 0, "state of another adapter was found"

@@ -18,7 +18,7 @@ import pytest
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.core import Core, Reply, run_in_child
-from support.disk_store import Faults, FaultyBackend
+from support.disk_store import Faults, open_with
 from support.file_ranges import Range
 from support.meetings import (
     BLOCKS,
@@ -29,12 +29,12 @@ from support.meetings import (
     counted,
     forget,
     halving_profile,
-    on_disk,
     run,
     second_turn,
     server,
     start,
 )
+from support.prompts import on_disk
 from support.waiting import HANGS_S
 
 FORM = "hidden:2,kv:2"
@@ -66,12 +66,8 @@ class Disk:
 
 def faulty_server(folder: str, profile: str) -> tuple[Core, Faults, list[int]]:
     """A server whose disk alone holds the first turn, that disk's faults, the second prompt."""
-    from sglang_hc.store.disk import DiskStore
-
-    faults, opened = Faults(), DiskStore.open
-    DiskStore.open = lambda *args, **options: opened(
-        *args, backend=FaultyBackend(faults), **options
-    )
+    faults = Faults()
+    open_with(faults)
     core, first = start(FORM, folder, profile)
     return core, faults, second_turn(first)
 

@@ -27,13 +27,12 @@ from support.meetings import (
     check_moved,
     counted,
     forget,
-    in_store,
     meet,
-    on_disk,
     run,
     second_turn,
     server,
 )
+from support.prompts import in_store, on_disk
 from support.waiting import HANGS_S
 
 STORE_SECONDS = 1e-3

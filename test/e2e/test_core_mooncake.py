@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -19,7 +18,17 @@ from typing import NamedTuple
 
 import pytest
 
-from support.core import Core, run_in_child
+from sglang_hc.tools.bench.server import free_port
+from support.core import Once, run_in_child
+from support.two_servers import (
+    PROMPT,
+    STORED,
+    both_turns,
+    first_turn,
+    history,
+    second_turn,
+    server,
+)
 from support.waiting import HANGS_S, until
 
 FOUND = importlib.util.find_spec("mooncake")
@@ -27,16 +36,6 @@ pytestmark = [
     pytest.mark.server,
     pytest.mark.skipif(FOUND is None, reason="the package mooncake is not installed"),
 ]
-
-FLAGS = ("--max-total-tokens", "640", "--hc-host-size-gb", "0.2", "--dtype", "float32")
-PROMPT = random.Random(3).choices(range(3, 900), k=200)
-FOLLOW = random.Random(4).choices(range(3, 900), k=20)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(stack: ExitStack, log: Path, program: str, port: int, *arguments: str) -> int:
@@ -57,9 +56,9 @@ def start(stack: ExitStack, log: Path, program: str, port: int, *arguments: str)
 
 
 class Store(NamedTuple):
-    """options: of `--hc-remote mooncake`. processes: ids of the master and of the node."""
+    """processes: ids of the master and of the node."""
 
-    options: dict[str, object]
+    flags: tuple[str, ...]
     processes: tuple[int, int]
 
 
@@ -78,68 +77,43 @@ def store(tmp_path: Path) -> Iterator[Store]:
             "--host=127.0.0.1", f"--port={node}", "--global_segment_size=256 MB",
             f"--master_server_address={address}", "--metadata_server=P2PHANDSHAKE",
         )  # fmt: skip
-        options: dict[str, object] = {
+        options = {
             "master_server_address": address,
             "metadata_server": "P2PHANDSHAKE",
             "local_hostname": "127.0.0.1",
             "protocol": "tcp",
             "global_segment_size": 0,
         }
-        yield Store(options, (first, second))
+        flags = ("--hc-remote", "mooncake", "--hc-remote-config", json.dumps(options))
+        yield Store(flags, (first, second))
 
 
-def server(options: dict[str, object]) -> Core:
-    remote = ("--hc-remote", "mooncake", "--hc-remote-config", json.dumps(options))
-    return Core("--hc-forms", "hidden", *remote, *FLAGS)
-
-
-def first_turn(options: dict[str, object]) -> tuple:
-    core = server(options)
-    reply = core.ask(PROMPT, 60)
-    core.settle()
-    return reply.tokens, core.tree.stats()
-
-
-def second_turn(options: dict[str, object], history: list[int]) -> tuple:
-    core = server(options)
-    reply = core.ask(history, 24)
-    core.settle()
-    return reply, core.tree.stats(), type(core.tree.cache_controller.storage_backend).__name__
-
-
-def both_turns() -> tuple[list[int], list[int]]:
-    """A server that never stopped and never evicted."""
-    core = Core("--hc-forms", "hidden", *FLAGS)
-    first = core.ask(PROMPT, 60).tokens
-    return first, core.ask([*PROMPT, *first, *FOLLOW], 24).tokens
-
-
-def test_one_server_goes_on_with_what_another_computed(models: None, store: Store) -> None:
-    first, wanted = run_in_child(both_turns)
-    tokens, stats = run_in_child(first_turn, store.options)
+def test_one_server_goes_on_with_what_another_computed(once: Once, store: Store) -> None:
+    first, wanted = once(both_turns, "hidden")
+    tokens, stats = run_in_child(first_turn, "hidden", *store.flags)
     assert tokens == first
     assert stats["remote_saved_blocks"] == 4
-    reply, stats, shown = run_in_child(second_turn, store.options, [*PROMPT, *first, *FOLLOW])
-    assert reply.storage == 256 == stats["restored_tokens"]
+    reply, stats = run_in_child(second_turn, "hidden", first, *store.flags)
+    assert reply.storage == STORED == stats["restored_tokens"]
     assert stats["remote_loaded_blocks"] == 4
     assert reply.tokens == wanted
-    assert shown == "MooncakeStore"
+    assert stats["backend"] == "MooncakeStore"
 
 
-def turn_after_a_loss(options: dict[str, object], lost: int) -> tuple:
-    core = server(options)
+def turn_after_a_loss(lost: int, *below: str) -> tuple:
+    core = server("hidden", *below)
     first = core.ask(PROMPT, 60).tokens
     core.settle()
     os.kill(lost, signal.SIGKILL)
     assert core.scheduler.flush_cache()
-    reply = core.ask([*PROMPT, *first, *FOLLOW], 24)
+    reply = core.ask(history(first), 24)
     return first, reply, core.tree.stats()
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["master", "node"])
-def test_a_store_that_is_lost_costs_only_the_cache(models: None, store: Store, which: int) -> None:
-    first, wanted = run_in_child(both_turns)
-    tokens, reply, stats = run_in_child(turn_after_a_loss, store.options, store.processes[which])
+def test_a_store_that_is_lost_costs_only_the_cache(once: Once, store: Store, which: int) -> None:
+    first, wanted = once(both_turns, "hidden")
+    tokens, reply, stats = run_in_child(turn_after_a_loss, store.processes[which], *store.flags)
     assert tokens == first
     assert reply.cached == 0
     assert reply.tokens == wanted

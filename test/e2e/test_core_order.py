@@ -12,15 +12,16 @@ import contextlib
 import random
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.core import run_in_child
+from support.during import When
 from support.meetings import HeldDisk, halving_profile, run, second_turn, start
 from support.ordered_core import OrderedCore
+from support.prompts import prompt
 
 POOL = 640
 FLAGS = (
@@ -28,11 +29,6 @@ FLAGS = (
     *("--max-running-requests", "2"),
 )
 SERIAL = "--disable-overlap-schedule"
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 900) for _ in range(length)]
 
 
 def old_commit(core: OrderedCore) -> None:
@@ -99,8 +95,14 @@ def served(
     core.settle()
     core.submit(prompt(20, 20), 12)
     core.submit(prompt(21, 20), 12)
-    at_decode(core, core.tree.forget_saved)
-    core.run()
+
+    def decoding() -> bool:
+        running = core.scheduler.running_batch.reqs
+        return bool(running) and len(running[0].output_ids) > 4
+
+    decodes = When(decoding, core.tree.forget_saved)
+    core.run(each_pass=decodes)
+    assert decodes.called
     core.settle()
     return {
         "races": [str(race) for race in core.watch.races],
@@ -109,21 +111,6 @@ def served(
         "host": sum(reply.host for reply in again),
         "stats": core.tree.stats(),
     }
-
-
-def at_decode(core: OrderedCore, action: Callable[[], None]) -> None:
-    """Call `action` once, when the running requests have some replies' tokens."""
-    called: list[bool] = []
-    receive = core.scheduler.request_receiver.recv_requests
-
-    def receiving() -> Any:
-        running = core.scheduler.running_batch.reqs
-        if not called and running and len(running[0].output_ids) > 4:
-            called.append(True)
-            action()
-        return receive()
-
-    core.scheduler.request_receiver = SimpleNamespace(recv_requests=receiving)
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from support.core import Core, run_in_child
+from support.core import Core, Once, run_in_child
+from support.prompts import prompt
 
 POOL = 640
 TURNS = 12
 
 
-def prompts() -> list[list[int]]:
-    rng = random.Random(5)
-    return [[rng.randrange(3, 900) for _ in range(190)] for _ in range(TURNS)]
+PROMPTS = [prompt(seed, 190) for seed in range(TURNS)]
 
 
 def second_turns(directory: str, eviction: str, prefetch: str, schedule: str) -> tuple:
@@ -27,8 +26,8 @@ def second_turns(directory: str, eviction: str, prefetch: str, schedule: str) ->
         "--hc-prefetch", prefetch, "--hc-schedule", schedule, "--max-running-requests", "1",
     )  # fmt: skip
     histories = []
-    for prompt in prompts():
-        histories.append(prompt + core.ask(prompt, 8).tokens)
+    for said in PROMPTS:
+        histories.append(said + core.ask(said, 8).tokens)
         core.settle()
     rids = [core.submit([*history, 7, 8, 9], 4) for history in histories]
     core.run()
@@ -42,7 +41,7 @@ def never_evicted() -> list[list[int]]:
         "--max-total-tokens", "8000", "--dtype", "float32", "--max-running-requests", "1",
         "--hc-host-size-gb", "0.5",
     )  # fmt: skip
-    histories = [prompt + core.ask(prompt, 8).tokens for prompt in prompts()]
+    histories = [said + core.ask(said, 8).tokens for said in PROMPTS]
     return [core.ask([*history, 7, 8, 9], 4).tokens for history in histories]
 
 
@@ -56,10 +55,10 @@ def never_evicted() -> list[list[int]]:
     ],
 )
 def test_a_queue_of_returning_conversations(
-    models: None, tmp_path: Path, eviction: str, prefetch: str, schedule: str
+    once: Once, tmp_path: Path, eviction: str, prefetch: str, schedule: str
 ) -> None:
     replies, stats = run_in_child(second_turns, str(tmp_path / "d"), eviction, prefetch, schedule)
-    assert [reply.tokens for reply in replies] == run_in_child(never_evicted)
+    assert [reply.tokens for reply in replies] == once(never_evicted)
     served = sum(reply.cached >= 192 for reply in replies)
     if prefetch == "off":
         assert stats.get("disk_loaded_blocks", 0) == 0
@@ -77,7 +76,7 @@ def order_of_service(schedule: str) -> list[str]:
         "--hc-forms", "kv", "--max-total-tokens", str(POOL), "--dtype", "float32",
         "--hc-host-size-gb", "0.1", "--hc-schedule", schedule, "--max-running-requests", "1",
     )  # fmt: skip
-    old, new = prompts()[:2]
+    old, new = PROMPTS[:2]
     reply = core.ask(old, 8).tokens
     core.settle()
     core.flood(random.Random(6), 1300)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from array import array
 from collections import Counter
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from support.core import Core, run_in_child
+from support.prompts import prompt
 
 POOL = 640
 PLAN = "recompute:1,hidden:1,kv:2"
@@ -19,21 +19,11 @@ LAYERS = 4
 CHUNK = 64
 
 
-def prompt(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 900) for _ in range(length)]
-
-
 def engine(*flags: str, model: str = "llama-gqa", plan: str = PLAN) -> Core:
     return Core(
         "--hc-forms", plan, "--hc-host-size-gb", "0.2", "--max-total-tokens", str(POOL),
         "--dtype", "float32", "--chunked-prefill-size", str(CHUNK), *flags, model=model,
     )  # fmt: skip
-
-
-def evict(core: Core) -> None:
-    core.tree.tiers.drain()
-    core.flood(random.Random(1), 2 * POOL)
 
 
 def watch(core: Core, counts: list[int] | None = None) -> Counter:
@@ -89,7 +79,7 @@ def scenarios() -> dict[str, Any]:
 
         def leave(salt: str = salt) -> None:
             if salt == "evicted":
-                evict(core)
+                core.push_out()
 
         def compare(key: str, tokens: list[int], salt: str = salt) -> None:
             rows = core.kv(tokens, salt)
@@ -146,7 +136,7 @@ def more_than_the_plan(plan: str) -> tuple[list, list, float, dict, int]:
         talks = [[*prompt(1, 70), *prompt(60 + i, 30 * i)] for i in range(3)]
         for turn in range(3):
             if salt == "evicted":
-                evict(core)
+                core.push_out()
             rids = [core.submit(talk, 8, salt) for talk in talks]
             core.run()
             for index, rid in enumerate(rids):
@@ -176,7 +166,7 @@ def orphaned() -> tuple[int, float]:
     history = prompt(2, 230)
     core.ask(history, 4)
     originals = core.kv(history)
-    evict(core)
+    core.push_out()
     tree = core.tree
     req = SimpleNamespace(
         rid="orphan",
@@ -211,7 +201,7 @@ def spoiled(how: str) -> tuple[Any, ...]:
     talk = [*history, *first.tokens, *prompt(3, 20)]
     wanted, originals = core.ask(talk, 20, "kept").tokens, core.kv(history, "kept")
     core.ask(history, 20, "evicted")
-    evict(core)
+    core.push_out()
 
     def fail(*batch: Any) -> None:
         if how == "raises":

@@ -2,122 +2,80 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from support.core import MODELS, Core, run_in_child
-
-FLAGS = ("--max-total-tokens", "640", "--hc-host-size-gb", "0.2")
-PROMPT = random.Random(3).choices(range(3, 900), k=200)
-FOLLOW = random.Random(4).choices(range(3, 900), k=20)
-
-
-def server(
-    form: str, directory: str, *flags: str, dtype: str = "float32", model: str = "llama-mha"
-) -> Core:
-    where = json.dumps({"dir": directory})
-    remote = ("--hc-remote", "file", "--hc-remote-config", where)
-    return Core("--hc-forms", form, "--dtype", dtype, *remote, *flags, *FLAGS, model=model)
-
-
-def first_turn(form: str, directory: str, *flags: str, model: str = "llama-mha") -> tuple:
-    core = server(form, directory, *flags, model=model)
-    reply = core.ask(PROMPT, 60)
-    core.settle()
-    return reply.tokens, core.tree.stats()
-
-
-def second_turn(
-    form: str, directory: str, history: list[int], flags: tuple[str, ...] = (),
-    salt: str | None = None, dtype: str = "float32",
-) -> tuple:  # fmt: skip
-    core = server(form, directory, *flags, dtype=dtype)
-    reply = core.ask(history, 24, salt)
-    core.settle()
-    shown = type(core.tree.cache_controller.storage_backend).__name__
-    return reply, core.tree.stats(), shown
-
-
-def both_turns(form: str) -> tuple[list[int], list[int]]:
-    """A server that never stopped and never evicted."""
-    core = Core("--hc-forms", form, "--dtype", "float32", *FLAGS)
-    first = core.ask(PROMPT, 60).tokens
-    return first, core.ask([*PROMPT, *first, *FOLLOW], 24).tokens
+from support.core import MODELS, Once, run_in_child
+from support.prompts import in_store, on_disk
+from support.two_servers import (
+    PROMPT,
+    STORED,
+    both_turns,
+    first_turn,
+    history,
+    second_turn,
+    server,
+)
 
 
 @pytest.mark.parametrize("form", ["hidden", "kv"])
 def test_one_server_goes_on_with_what_another_computed(
-    models: None, tmp_path: Path, form: str
+    once: Once, tmp_path: Path, form: str
 ) -> None:
-    first, wanted = run_in_child(both_turns, form)
-    tokens, stats = run_in_child(first_turn, form, str(tmp_path))
+    first, wanted = once(both_turns, form)
+    tokens, stats = run_in_child(first_turn, form, *in_store(tmp_path))
     assert tokens == first
     assert stats["remote_saved_blocks"] == 4
-    history = [*PROMPT, *first, *FOLLOW]
-    reply, stats, shown = run_in_child(second_turn, form, str(tmp_path), history)
-    assert reply.storage == 256 == stats["restored_tokens"]  # all full blocks of 260 tokens
+    reply, stats = run_in_child(second_turn, form, first, *in_store(tmp_path))
+    assert reply.storage == STORED == stats["restored_tokens"]
     assert stats["remote_loaded_blocks"] == 4
     assert reply.tokens == wanted
-    assert shown == "HiCacheFile"
+    assert stats["backend"] == "HiCacheFile"
 
 
-def second_turn_uninterrupted(directory: str, history: list[int]) -> int:
+def second_turn_uninterrupted(directory: str, first: list[int]) -> int:
     """Tokens that come from the store when no thread is made to let go of the interpreter."""
-    core = server("kv", directory)
+    core = server("kv", *in_store(directory))
     sys.setswitchinterval(1e6)
-    return core.ask(history, 1).storage
+    return core.ask(history(first), 1).storage
 
 
 def test_passes_without_a_batch_let_the_store_be_read(models: None, tmp_path: Path) -> None:
-    first, _ = run_in_child(first_turn, "kv", str(tmp_path))
-    history = [*PROMPT, *first, *FOLLOW]
-    assert run_in_child(second_turn_uninterrupted, str(tmp_path), history) == 256
+    first, _ = run_in_child(first_turn, "kv", *in_store(tmp_path))
+    assert run_in_child(second_turn_uninterrupted, str(tmp_path), first) == STORED
 
 
 def test_who_differs_in_plan_dtype_or_namespace_finds_nothing(models: None, tmp_path: Path) -> None:
-    first, _ = run_in_child(first_turn, "kv", str(tmp_path))
-    history = [*PROMPT, *first, *FOLLOW]
+    first, _ = run_in_child(first_turn, "kv", *in_store(tmp_path))
     for form, other in (
         ("hidden", {}),
         ("kv", {"dtype": "bfloat16"}),
         ("kv", {"salt": "other"}),
     ):
-        reply, stats, _ = run_in_child(
-            lambda f, o: second_turn(f, str(tmp_path), history, **o), form, other
-        )
+        turn = partial(second_turn, form, first, *in_store(tmp_path), **other)
+        reply, stats = run_in_child(turn)
         assert reply.cached == 0
         assert "remote_loaded_blocks" not in stats
-
-
-def turn_with_model(directory: str, model: str, history: list[int]) -> tuple:
-    core = server("kv", directory, model=model)
-    reply = core.ask(history, 24)
-    core.settle()
-    return reply, core.tree.stats()
-
-
-def first_turn_of(directory: str, model: str) -> tuple:
-    return first_turn("kv", directory, model=model)
 
 
 def test_other_weights_under_the_same_path_find_nothing(models: None, tmp_path: Path) -> None:
     """Two hosts may keep different checkpoints in the same place."""
     model = tmp_path / "model"
     shutil.copytree(MODELS / "llama-mha", model)
-    first, stats = run_in_child(first_turn_of, str(tmp_path), str(model))
+    store = in_store(tmp_path)
+    first, stats = run_in_child(partial(first_turn, "kv", *store, model=str(model)))
     assert stats["remote_saved_blocks"] == 4
     (file,) = model.glob("*.safetensors")
     tensors = load_file(file)
     tensors["model.layers.1.mlp.down_proj.weight"][0, 0] += 1
     save_file(tensors, file, {"format": "pt"})
-    history = [*PROMPT, *first, *FOLLOW]
-    reply, stats = run_in_child(turn_with_model, str(tmp_path), str(model), history)
+    reply, stats = run_in_child(partial(second_turn, "kv", first, *store, model=str(model)))
     assert reply.cached == 0
     assert "remote_loaded_blocks" not in stats
 
@@ -126,55 +84,57 @@ def test_the_same_checkpoint_in_another_place_is_found(models: None, tmp_path: P
     """Hosts mount a checkpoint where they like."""
     model = tmp_path / "elsewhere"
     shutil.copytree(MODELS / "llama-mha", model)
-    first, _ = run_in_child(first_turn, "kv", str(tmp_path))
-    history = [*PROMPT, *first, *FOLLOW]
-    reply, stats = run_in_child(turn_with_model, str(tmp_path), str(model), history)
-    assert reply.storage == 256
+    store = in_store(tmp_path)
+    first, _ = run_in_child(first_turn, "kv", *store)
+    reply, stats = run_in_child(partial(second_turn, "kv", first, *store, model=str(model)))
+    assert reply.storage == STORED
     assert stats["remote_loaded_blocks"] == 4
 
 
-def test_a_disk_and_a_remote_store_together(models: None, tmp_path: Path) -> None:
+def first_block(*below: str) -> None:
+    core = server("hidden", *below)
+    core.ask(PROMPT[:70], 24)
+    core.settle()
+
+
+def test_a_disk_and_a_remote_store_together(once: Once, tmp_path: Path) -> None:
     """The first block comes from the disk, the rest from the store."""
-    first, wanted = run_in_child(both_turns, "hidden")
-    shared = str(tmp_path / "shared")
-    disk = ("--hc-disk", f"{tmp_path / 'd'}:1")
-    _, stats = run_in_child(first_turn, "hidden", shared, *disk)
+    first, wanted = once(both_turns, "hidden")
+    store, disk, other = in_store(tmp_path / "s"), on_disk(tmp_path / "d"), on_disk(tmp_path / "e")
+    _, stats = run_in_child(first_turn, "hidden", *store, *disk)
     assert stats["remote_saved_blocks"] == 4 == stats["disk_saved_blocks"]
-    other = ("--hc-disk", f"{tmp_path / 'e'}:1")
-    run_in_child(second_turn, "hidden", str(tmp_path / "none"), PROMPT[:70], other)
-    history = [*PROMPT, *first, *FOLLOW]
-    reply, stats, shown = run_in_child(second_turn, "hidden", shared, history, other)
+    run_in_child(first_block, *other)
+    reply, stats = run_in_child(second_turn, "hidden", first, *store, *other)
     assert (stats["disk_loaded_blocks"], stats["remote_loaded_blocks"]) == (1, 3)
-    assert reply.storage == 256
+    assert reply.storage == STORED
     assert reply.tokens == wanted
-    assert shown == "disk+HiCacheFile"
+    assert stats["backend"] == "disk+HiCacheFile"
 
 
-def test_damage_in_the_store_is_recomputed(models: None, tmp_path: Path) -> None:
-    first, wanted = run_in_child(both_turns, "kv")
-    run_in_child(first_turn, "kv", str(tmp_path))
+def test_damage_in_the_store_is_recomputed(once: Once, tmp_path: Path) -> None:
+    first, wanted = once(both_turns, "kv")
+    run_in_child(first_turn, "kv", *in_store(tmp_path))
     rng = random.Random(0)
     for value in (tmp_path / "sglang-hc").iterdir():
         with value.open("r+b") as file:
             file.seek(rng.randrange(value.stat().st_size))
             file.write(b"\xa5\x5a")
-    history = [*PROMPT, *first, *FOLLOW]
-    reply, stats, _ = run_in_child(second_turn, "kv", str(tmp_path), history)
+    reply, stats = run_in_child(second_turn, "kv", first, *in_store(tmp_path))
     assert reply.cached == 0
     assert stats["remote_read_damaged"] >= 1
     assert reply.tokens == wanted
 
 
 def cleared(directory: str) -> tuple:
-    core = server("hidden", directory)
-    first = core.ask(PROMPT, 60)
+    core = server("hidden", *in_store(directory))
+    first = core.ask(PROMPT, 60).tokens
     core.settle()
     core.tree.clear_storage_backend()
     while not core.tree.stats()["remote_usable"]:
         core.tree.tiers.poll()
     files = list(Path(directory, "sglang-hc").iterdir())
     assert core.scheduler.flush_cache()
-    return core.ask([*PROMPT, *first.tokens, *FOLLOW], 24), files
+    return core.ask(history(first), 24), files
 
 
 def test_clear_empties_the_store(models: None, tmp_path: Path) -> None:

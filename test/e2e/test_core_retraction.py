@@ -6,12 +6,12 @@ the pool is full; here it does so every few passes.
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 
-from support.core import Core, run_in_child
+from support.core import Core, Once, run_in_child
+from support.prompts import prompt
 
 FLAGS = ("--hc-host-size-gb", "0.2", "--dtype", "float32", "--max-total-tokens", "640")
 NEW = 40
@@ -21,9 +21,7 @@ EVERY = 12
 """Passes between two retractions."""
 
 
-def prompts() -> list[list[int]]:
-    rng = random.Random(5)
-    return [[rng.randrange(3, 900) for _ in range(60 + 10 * i)] for i in range(3)]
+PROMPTS = [prompt(i, 60 + 10 * i) for i in range(3)]
 
 
 class Computed:
@@ -52,21 +50,18 @@ def serve(retract: bool, form: str, flags: tuple[str, ...]) -> dict[str, Any]:
     # SGLang reads SGLANG_TEST_RETRACT at import, which was before this process began.
     scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = retract, EVERY
     core = Core("--hc-forms", form, *FLAGS, *flags)
-    computed, receive = Computed(core), core.receive
-    generated, seen = [0], dict[Any, int]()
+    computed, generated, seen = Computed(core), [0], dict[Any, int]()
 
-    def settled() -> list[Any]:
+    def settle(_: int) -> None:
         for req in core.scheduler.waiting_queue:
             if req.retraction_count > seen.get(req, 0):
                 seen[req] = req.retraction_count
                 generated[0] += len(req.output_ids)
                 core.tree.tiers.drain()  # what it left is saved before its turn
                 core.tree.evict(EvictParams(num_tokens=core.scheduler.max_total_num_tokens))
-        return receive()
 
-    core.scheduler.request_receiver.recv_requests = settled
-    rids = [core.submit(tokens, NEW) for tokens in prompts()]
-    core.run()
+    rids = [core.submit(tokens, NEW) for tokens in PROMPTS]
+    core.run(each_pass=settle)
     core.settle()
     return {
         "replies": [core.reply(rid).tokens for rid in rids],
@@ -75,13 +70,6 @@ def serve(retract: bool, form: str, flags: tuple[str, ...]) -> dict[str, Any]:
         "again": computed.again,
         "stats": core.tree.stats(),
     }
-
-
-@pytest.fixture(scope="module")
-def calm(models: None) -> dict[str, Any]:
-    found = run_in_child(serve, False, "kv", ())
-    assert found["retractions"] == 0
-    return found
 
 
 @pytest.mark.parametrize("form", ["hidden", "kv", "recompute:1,hidden:1,kv:2"])
@@ -95,8 +83,10 @@ def calm(models: None) -> dict[str, Any]:
     ids=["overlap", "plain", "mixed chunks"],
 )
 def test_what_was_generated_is_not_computed_again(
-    calm: dict[str, Any], form: str, flags: tuple[str, ...]
+    once: Once, form: str, flags: tuple[str, ...]
 ) -> None:
+    calm = once(serve, False, "kv", ())
+    assert calm["retractions"] == 0
     found = run_in_child(serve, True, form, flags)
     stats = found["stats"]
     assert found["replies"] == calm["replies"]

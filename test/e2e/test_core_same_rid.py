@@ -6,19 +6,17 @@ two tokenizer workers know nothing of each other's names.
 
 from __future__ import annotations
 
-import itertools
 import json
-import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from support.core import Core, Reply, run_in_child
-from support.during import when
-from support.meetings import HeldDisk, counted, on_disk, run, second_turn, start
+from support.core import Core, Once, Reply, run_in_child
+from support.during import When
+from support.meetings import HeldDisk, counted, run, second_turn, start
+from support.prompts import on_disk, prompt
 
 POOL = 1200
 FLAGS = (
@@ -27,20 +25,14 @@ FLAGS = (
 )  # fmt: skip
 FORMS = ("hidden", "kv", "hidden:2,kv:2")
 RID = "conversation 7"
-LENGTHS = (150, 190)
-"""Tokens of the two prompts."""
-
-
-def prompt(seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 900) for _ in range(LENGTHS[seed])]
+FIRST, SECOND = prompt(0, 150), prompt(1, 190)
 
 
 def second_turns(core: Core, first: list[Reply]) -> list[tuple[Reply, list[np.ndarray]]]:
     """Replies to the next turns, and the K and V of their prompts."""
     found = []
-    for seed, reply in enumerate(first):
-        tokens = [*prompt(seed), *reply.tokens, 5]
+    for said, reply in zip((FIRST, SECOND), first, strict=False):
+        tokens = [*said, *reply.tokens, 5]
         found.append((core.ask(tokens, 12), [part.numpy() for part in core.kv(tokens)]))
     return found
 
@@ -58,12 +50,25 @@ def generated(core: Core) -> int:
     return len(core.arrived[0].output_ids) if core.arrived else 0
 
 
+def one_behind_the_other(core: Core, rid: str | None, **options: Any) -> None:
+    """Two prompts, the second of which comes while the first decodes."""
+    core.submit(FIRST, 24, rid=rid, **options)
+    core.run(
+        each_pass=When(
+            lambda: generated(core) == 6, lambda: core.submit(SECOND, 24, rid=rid, **options)
+        )
+    )
+
+
 def talk(form: str, rid: str | None, evict: bool, *flags: str) -> Any:
-    """Two prompts, the second of which comes while the first decodes; then their next turns."""
+    """Both prompts, then their next turns."""
     core = Core("--hc-forms", form, *FLAGS, *flags)
-    core.submit(prompt(0), 24, rid=rid)
-    when(core, lambda: generated(core) == 6, lambda: core.submit(prompt(1), 24, rid=rid))
-    core.run()
+    one_behind_the_other(core, rid)
+    return go_on(core, evict)
+
+
+def go_on(core: Core, evict: bool) -> Any:
+    """Replies so far, the next turns, and what was counted."""
     first = [core.reply_to(req) for req in core.arrived]
     core.settle()
     if evict:
@@ -73,9 +78,9 @@ def talk(form: str, rid: str | None, evict: bool, *flags: str) -> Any:
     return [reply.tokens for reply in first], turns, core.tree.stats()
 
 
-@pytest.fixture(scope="module")
-def good(models: None) -> Any:
-    return run_in_child(talk, "kv", None, False)
+@pytest.fixture
+def good(once: Once) -> Any:
+    return once(talk, "kv", None, False)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -94,21 +99,14 @@ def sent_again(form: str, rid: str | None, evict: bool, *flags: str) -> Any:
     """A client goes away while its request decodes, and sends another prompt at once; the
     scheduler still runs the first one for a pass. Then both prompts have their next turns."""
     core = Core("--hc-forms", form, *FLAGS, *flags)
-    core.submit(prompt(0), 40, rid=rid)
+    core.submit(FIRST, 40, rid=rid)
 
     def go_away_and_send() -> None:
         core.abort(core.arrived[0].rid)
-        core.submit(prompt(1), 24, rid=rid)
+        core.submit(SECOND, 24, rid=rid)
 
-    when(core, lambda: generated(core) == 12, go_away_and_send)
-    core.run()
-    first = [core.reply_to(req) for req in core.arrived]
-    core.settle()
-    if evict:
-        core.evict()
-    turns = second_turns(core, first)
-    core.settle()
-    return [reply.tokens for reply in first], turns, core.tree.stats()
+    core.run(each_pass=When(lambda: generated(core) == 12, go_away_and_send))
+    return go_on(core, evict)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -126,9 +124,7 @@ def test_a_client_that_goes_away_and_sends_again_gets_its_own_state(
 
 def traced(path: str, rid: str) -> None:
     core = Core("--hc-forms", "kv", *FLAGS, "--hc-trace", path)
-    core.submit(prompt(0), 24, rid=rid)
-    when(core, lambda: generated(core) == 6, lambda: core.submit(prompt(1), 24, rid=rid))
-    core.run()
+    one_behind_the_other(core, rid)
     core.tree.release_host_resources()
 
 
@@ -146,29 +142,25 @@ def waiting_for_disk(folder: str, rids: tuple[str | None, str | None], leave: bo
     """The state of two prompts comes from disk, both wait for it, and, if `leave`, the first is
     aborted before the second comes. Returns the replies of those that stayed."""
     core = Core("--hc-forms", "hidden:2,kv:2", *FLAGS, *on_disk(folder))
-    for seed in range(2):
-        core.ask(prompt(seed), 4)
-    core.settle()
-    assert core.scheduler.flush_cache()
-    disk, passes = HeldDisk(core), itertools.count()
+    for tokens in (FIRST, SECOND):
+        core.ask(tokens, 4)
+    core.forget()
+    disk = HeldDisk(core)
     disk.left = 0
-    core.submit(prompt(0), 24, rid=rids[0])
+    core.submit(FIRST, 24, rid=rids[0])
 
-    def receive() -> list[Any]:
-        number = next(passes)
-        if number == 5:
+    def each_pass(number: int) -> None:
+        if number == 6:
             assert len(core.scheduler.waiting_queue) == 1, "its state is on its way"
             if leave:
                 core.abort(core.arrived[-1].rid)
-            core.submit(prompt(1), 24, rid=rids[1])
-        if number == 10:
+            core.submit(SECOND, 24, rid=rids[1])
+        if number == 11:
             assert len(core.scheduler.waiting_queue) == 2 - leave
             assert len(core.tree.waiting._view.requests) == 2 - leave, "one record each"
             disk.left = None
-        return core.receive()
 
-    core.scheduler.request_receiver = SimpleNamespace(recv_requests=receive)
-    core.run()
+    core.run(each_pass=each_pass)
     replies = [core.reply_to(req) for req in core.arrived[-2:] if req.finished()]
     core.settle()
     assert not core.tree.tiers.disk.coming and not core.tree.waiting._view.requests
@@ -201,7 +193,7 @@ def in_a_meeting(folder: str, profile: str, form: str, rid: str | None, leave: b
             seen.append(core.tree.tiers.queue.meetings.under_way)
             if leave:
                 core.abort(core.arrived[-1].rid)
-            core.submit(prompt(0), 24, rid=rid)
+            core.submit(FIRST, 24, rid=rid)
         if number == 6:
             disk.left = None
 
@@ -210,7 +202,7 @@ def in_a_meeting(folder: str, profile: str, form: str, rid: str | None, leave: b
     assert all(req.finished() for req in mine)
     core.settle()
     core.evict()
-    next_turn = core.ask([*prompt(0), *core.reply_to(mine[1]).tokens, 5], 12)
+    next_turn = core.ask([*FIRST, *core.reply_to(mine[1]).tokens, 5], 12)
     return [core.reply_to(req).tokens for req in mine], next_turn.tokens, seen, counts
 
 
@@ -234,21 +226,16 @@ def makes_room(rid: str | None) -> Any:
         "--hc-forms", "hidden", *FLAGS, "--enable-priority-scheduling",
         "--max-running-requests", "1",
     )  # fmt: skip
-    core.submit(prompt(0), 24, rid=rid)
+    core.submit(FIRST, 24, rid=rid)
     core.inbox[-1].priority = 0
 
     def send() -> None:
-        core.submit(prompt(1), 24, rid=rid)
+        core.submit(SECOND, 24, rid=rid)
         core.inbox[-1].priority = 100
 
-    when(core, lambda: generated(core) == 8, send)
-    core.run()
-    core.settle()
-    first = [core.reply_to(req) for req in core.arrived]
-    core.evict()
-    turns = second_turns(core, first)
-    retractions = [req.retraction_count for req in core.arrived[:2]]
-    return [reply.tokens for reply in first], turns, retractions
+    core.run(each_pass=When(lambda: generated(core) == 8, send))
+    tokens, turns, _ = go_on(core, True)
+    return tokens, turns, [req.retraction_count for req in core.arrived[:2]]
 
 
 def test_one_may_make_room_for_another_of_its_name(good: Any) -> None:
@@ -260,14 +247,7 @@ def test_one_may_make_room_for_another_of_its_name(good: Any) -> None:
 
 def pinned(rid: str) -> list[tuple[str, int]]:
     core = Core("--hc-forms", "kv", *FLAGS)
-    pin = {"hc_pin": {"ttl_s": 300}}
-    core.submit(prompt(0), 24, rid=rid, custom_params=pin)
-    when(
-        core,
-        lambda: generated(core) == 6,
-        lambda: core.submit(prompt(1), 24, rid=rid, custom_params=pin),
-    )
-    core.run()
+    one_behind_the_other(core, rid, custom_params={"hc_pin": {"ttl_s": 300}})
     core.settle()
     return [(pin.session, pin.blocks) for pin in core.tree.tiers.retention.pinned(None)]
 

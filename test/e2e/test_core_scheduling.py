@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from support.core import Core, run_in_child
-from support.during import when
-from support.meetings import HeldDisk, on_disk
+from support.during import When
+from support.meetings import HeldDisk
+from support.prompts import on_disk, prompt
 
 POOL = 640
 FORMS = ("hidden", "kv")
 PLANS = (*FORMS, "recompute:1,hidden:1,kv:2")
 FLAGS = ("--hc-host-size-gb", "0.2", "--max-total-tokens", str(POOL), "--dtype", "float32")
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 900) for _ in range(length)]
-
-
-def evict(core: Core) -> None:
-    core.tree.tiers.drain()
-    core.flood(random.Random(1), 2 * POOL)
 
 
 def two_turns(flags: tuple[str, ...]) -> tuple[list, list, dict]:
@@ -36,7 +27,7 @@ def two_turns(flags: tuple[str, ...]) -> tuple[list, list, dict]:
     for salt in ("kept", "evicted"):
         first = core.ask(prompt(2, 200), 30, salt)
         if salt == "evicted":
-            evict(core)
+            core.push_out()
         second = core.ask([*prompt(2, 200), *first.tokens, *prompt(3, 40)], 30, salt)
         core.settle()
         replies.append([first, second])
@@ -76,7 +67,7 @@ def several_at_once(form: str, flags: tuple[str, ...]) -> dict[str, Any]:
         return [core.reply(rid) for rid in rids]
 
     first = together()
-    evict(core)
+    core.push_out()
     return {
         "first": first,
         "again": together(),
@@ -103,76 +94,47 @@ def test_concurrent_requests_share_a_prefix(
     assert seen["stats"]["host_staged_slots"] == 0
 
 
-def aborted(form: str, where: str) -> dict[str, Any]:
+def aborted(form: str) -> dict[str, dict[str, Any]]:
+    """By where the request is that is aborted: it waits, is half prefilled, or decodes."""
     core = Core(
         "--hc-forms", form, *FLAGS, "--chunked-prefill-size", "64", "--max-running-requests", "1"
     )
-    known = core.ask(prompt(8, 200), 8)
-    evict(core)
-    first = core.submit([*prompt(8, 200), *prompt(9, 150)], 60)
-    second = core.submit(prompt(10, 100), 40)
-    requests, scheduler = core.requests, core.scheduler
-    conditions = {
-        "waiting": lambda: second in requests and bool(scheduler.waiting_queue),
-        "chunked": lambda: scheduler.chunked_req is not None,
-        "running": lambda: first in requests and len(requests[first].output_ids) > 5,
-    }
-    victim = second if where == "waiting" else first
-    called = when(core, conditions[where], lambda: core.abort(victim))
-    core.run()
-    core.settle()
-    survivor = first if where == "waiting" else second
-    after = core.ask([*prompt(8, 200), *known.tokens], 8)
-    core.settle()
-    return {
-        "called": called,
-        "generated": len(requests[victim].output_ids),
-        "survivor": len(core.reply(survivor).tokens),
-        "cached": after.cached,
-        "staged": core.tree.stats()["host_staged_slots"],
-    }
+    requests, scheduler, found = core.requests, core.scheduler, {}
+    for where in ("waiting", "chunked", "running"):
+        known = core.ask(prompt(8, 200), 8)
+        core.push_out()
+        first = core.submit([*prompt(8, 200), *prompt(9, 150)], 60)
+        second = core.submit(prompt(10, 100), 40)
+        conditions: dict[str, Callable[[], bool]] = {
+            "waiting": lambda rid=second: rid in requests and bool(scheduler.waiting_queue),
+            "chunked": lambda: scheduler.chunked_req is not None,
+            "running": lambda rid=first: rid in requests and len(requests[rid].output_ids) > 5,
+        }
+        victim, survivor = (second, first) if where == "waiting" else (first, second)
+        aborts = When(conditions[where], partial(core.abort, victim))
+        core.run(each_pass=aborts)
+        core.settle()
+        after = core.ask([*prompt(8, 200), *known.tokens], 8)
+        core.settle()
+        found[where] = {
+            "called": aborts.called,
+            "generated": len(requests[victim].output_ids),
+            "survivor": len(core.reply(survivor).tokens),
+            "cached": after.cached,
+            "staged": core.tree.stats()["host_staged_slots"],
+        }
+        core.forget()
+    return found
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("where", ["waiting", "chunked", "running"])
-def test_an_abort_leaks_nothing(models: None, form: str, where: str) -> None:
-    seen = run_in_child(aborted, form, where)
-    assert seen["called"]
-    assert seen["generated"] < 60
-    assert seen["survivor"] == (60 if where == "waiting" else 40)
-    assert seen["cached"] >= 200
-    assert seen["staged"] == 0
-
-
-def retracting(form: str, retract: bool) -> tuple[list, list, int, dict]:
-    from sglang.srt.managers import scheduler
-
-    # SGLang reads SGLANG_TEST_RETRACT at import, which was before this process began.
-    scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = retract, 4
-    core = Core("--hc-forms", form, *FLAGS)
-    prompts = [[*prompt(5, 70), *prompt(60 + i, 30)] for i in range(3)]
-    rids = [core.submit(tokens, 24) for tokens in prompts]
-    core.run()
-    first = [core.reply(rid).tokens for rid in rids]
-    retractions = sum(core.requests[rid].retraction_count for rid in rids)
-    evict(core)
-    rids = [
-        core.submit([*tokens, *reply], 24) for tokens, reply in zip(prompts, first, strict=True)
-    ]
-    core.run()
-    core.settle()
-    return first, [core.reply(rid) for rid in rids], retractions, core.tree.stats()
-
-
-@pytest.mark.parametrize("form", PLANS)
-def test_retraction_changes_no_token(models: None, form: str) -> None:
-    first, second, retractions, stats = run_in_child(retracting, form, True)
-    calm_first, calm_second, calm_retractions, _ = run_in_child(retracting, form, False)
-    assert retractions > 0 and calm_retractions == 0
-    assert first == calm_first
-    assert [r.tokens for r in second] == [r.tokens for r in calm_second]
-    assert sum(reply.host for reply in second) > 0
-    assert stats["host_staged_slots"] == 0
+def test_an_abort_leaks_nothing(models: None, form: str) -> None:
+    for where, seen in run_in_child(aborted, form).items():
+        assert seen["called"], where
+        assert seen["generated"] < 60
+        assert seen["survivor"] == (60 if where == "waiting" else 40)
+        assert seen["cached"] >= 200
+        assert seen["staged"] == 0
 
 
 def retracting_cut_prompts() -> tuple[list[Any], dict[str, int]]:
@@ -206,23 +168,18 @@ def makes_room(folder: str, chunk: str) -> tuple[list, list]:
         "--hc-forms", "kv", *FLAGS, *flags, *on_disk(folder), "--chunked-prefill-size", chunk
     )
     alone = [core.ask(tokens, 40).tokens for tokens in (prompt(5, 100), prompt(2, 200))]
-    core.settle()
-    assert core.scheduler.flush_cache()
-    disk, passes, rids = HeldDisk(core), 0, [core.submit(prompt(5, 100), 40, salt="not stored")]
+    core.forget()
+    disk, rids = HeldDisk(core), [core.submit(prompt(5, 100), 40, salt="not stored")]
     core.inbox[-1].priority, disk.left = 0, 0
 
-    def receive() -> list[Any]:
-        nonlocal passes
-        passes += 1
-        if passes == 8:
+    def each_pass(number: int) -> None:
+        if number == 8:
             rids.append(core.submit(prompt(2, 200), 40))
             core.inbox[-1].priority = 100
-        if passes == 20:
+        if number == 20:
             disk.left = None
-        return core.receive()
 
-    core.scheduler.request_receiver = SimpleNamespace(recv_requests=receive)
-    core.run()
+    core.run(each_pass=each_pass)
     both = [core.reply(rid) for rid in rids]
     assert both[1].storage >= 192
     core.settle()

@@ -22,7 +22,7 @@ from sglang_hc.store.disk import threads as disk_threads
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support import profiles
 from support.core import Core, Reply, run_in_child
-from support.disk_store import Faults, FaultyBackend
+from support.disk_store import Faults, open_with
 from support.file_ranges import Range
 from support.meetings import (
     BLOCKS,
@@ -117,12 +117,8 @@ class Server:
     the pass runs that waits for it."""
 
     def __init__(self, folder: str, profile: str, *flags: str) -> None:
-        from sglang_hc.store.disk import DiskStore
-
-        self.faults, opened = Faults(), DiskStore.open
-        DiskStore.open = lambda *args, **options: opened(
-            *args, backend=FaultyBackend(self.faults), **options
-        )
+        self.faults = Faults()
+        open_with(self.faults)
         self.core, first = start(FORM, folder, profile, *flags, streams=True)
         self.prompt = second_turn(first)
         self._threads = self.core.tree.tiers.disk._io

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 
 from sglang_hc.capture.saving import STRAIGHT_ROWS
 from support.core import MODELS, Core, run_in_child
+from support.prompts import prompt
 
 POOL = 640
 FORMS = ("hidden", "kv")
 FLAGS = ("--max-total-tokens", str(POOL), "--dtype", "float32")
 ROOMY = (*FLAGS, "--hc-host-size-gb", "0.2")
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 900) for _ in range(length)]
-
-
-def evict(core: Core) -> None:
-    core.tree.tiers.drain()
-    core.flood(random.Random(1), 2 * POOL)
 
 
 def flushed(form: str) -> tuple[Any, ...]:
@@ -52,12 +42,12 @@ def salted(form: str) -> list:
     seen = []
     for salt in salts:
         fresh = core.ask(prompt(2, 200), 8, salt)
-        evict(core)
+        core.push_out()
         seen.append((fresh.cached, fresh.tokens))
     for salt in salts:
         again = core.ask(prompt(2, 200), 8, salt)
         seen.append((again.host, again.tokens))
-        evict(core)
+        core.push_out()
     return seen
 
 
@@ -97,7 +87,7 @@ def updated(form: str, model: str) -> tuple[Any, ...]:
 
     core = Core("--hc-forms", form, *ROOMY)
     before = core.ask(prompt(2, 200), 8)
-    evict(core)
+    core.push_out()
     request = UpdateWeightFromDiskReqInput(
         model_path=str(MODELS / model), load_format="auto", flush_cache=False
     )
@@ -133,9 +123,9 @@ def failing(form: str) -> tuple[Any, ...]:
     core.settle()
     executor.perform = perform
     assert [*start, *first.tokens] == history
-    evict(core)
+    core.push_out()
     second = core.ask(history, 8, "failed")
-    evict(core)
+    core.push_out()
     third = core.ask(history, 8, "failed")
     core.settle()
     return wanted, (second, third), failures, core.tree.stats()

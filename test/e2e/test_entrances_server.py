@@ -42,12 +42,8 @@ def body_of(path: str, hostile: Hostile | None) -> dict[str, Any]:
 
 
 def status(server: ServerProcess, path: str, body: dict[str, Any]) -> int:
-    """json.dumps keeps lone surrogates as escapes, as a client may."""
-    request = urllib.request.Request(
-        server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
     try:
-        with urllib.request.urlopen(request, timeout=HANGS_S) as reply:
+        with urllib.request.urlopen(served.posting(server, path, body), timeout=HANGS_S) as reply:
             return int(reply.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -66,9 +62,8 @@ def test_no_value_ends_the_server(models: None, tmp_path: Path) -> None:
                 if found != 200 and not 400 <= found < 500:
                     wrong.append(f"{path} {hostile.name}: {found}")
             assert served.generate(server, PROMPT, 4)[0] == wanted
-            pins = f"{server.url}/hc/pins"  # a session's name that is no text broke the list
-            with urllib.request.urlopen(pins, timeout=HANGS_S) as reply:
-                assert reply.status == 200 and "pins" in json.load(reply)
+            # A session's name that is no text broke the list.
+            assert "pins" in served.get(server, "/hc/pins")
         numbers = served.numbers(server)
     assert wrong == []
     assert "guarded_errors" not in numbers and "refused_requests" not in numbers

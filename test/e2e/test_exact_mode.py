@@ -50,7 +50,7 @@ def products(dtype: str, isa: str | None) -> dict[str, Any]:
         "recomputes": core.tree.tiers.restorer.path.recomputer is not None,
     }
     exactness.use_plain_products(layers)
-    plain = exactness.settle(layers, demanded=False)
+    plain = exactness.choose_product(layers, demanded=False)
     found |= {"plain": plain.wrong, "untouched": not exactness.has_fixed_tiles(runner.model)}
     whole = exactness.products_of(layers)[0]
     whole[1]()

@@ -4,9 +4,7 @@ stages."""
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,14 +18,23 @@ from sglang_hc.store.remote.envelope import fingerprint_of_part
 from sglang_hc.tools.bench.server import ServerProcess
 from sglang_hc.tools.disk.fsck import check
 from support.conversations import check_same_tokens
+from support.disk_store import spoil_pages
 from support.exactness import BOUND
-from support.ranked_core import CORES, GridCore, run_ranks
-from support.ranked_turns import BLOCKS, FLAGS, Turns, check_tokens, go_on, prompts, talk
-from support.served import post, start, wait_for
-
-from .test_ranks import both_on_rank, worst_of_stage
-from .test_ranks_disk import engine
-from .test_replicas import ask, prompt, replicas
+from support.prompts import in_store, on_disk, prompt
+from support.ranked_core import CORES, run_ranks
+from support.ranked_turns import (
+    BLOCKS,
+    Turns,
+    both_on_rank,
+    check_tokens,
+    decisions,
+    engine,
+    go_on,
+    prompts,
+    talk,
+    worst_of_stage,
+)
+from support.served import ask_replica, post, replicas, start, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -70,32 +77,25 @@ def spoil(disk: Path, part: str) -> None:
     """Every part of a block that one rank stored loses a bit of each page."""
     folder = part_folder(disk, part)
     for path in map(Path, map(folder.block_path, folder.block_ids())):
-        content = bytearray(path.read_bytes())
-        for place in range(4096 + 700, len(content), 4096):
-            content[place] ^= 1
-        path.write_bytes(content)
+        spoil_pages(path, header=False)
 
 
-def on_grid(rank: int, port: int, form: str, folder: str) -> tuple[Turns, Turns, list[int]]:
-    flags = ("--hc-trace", f"{folder}/t.jsonl")
-    core = engine(rank, port, "grid", form, folder, *flags)
+def on_grid(rank: int, port: int, folder: str, *server: str) -> tuple[Turns, Turns, list[int]]:
+    core = engine(rank, port, *server, "--hc-trace", f"{folder}/t.jsonl")
     well = talk(core, "well")
     damaged = talk(core, "damaged", lambda: spoil(Path(folder), HIT_BY) if rank == 3 else None)
-    left = core.ask(prompts("later")[0], 60).tokens
+    left = core.ask_replica(prompts("later")[0], 60).tokens
     core.settle()
     core.tree.release_host_resources()
     return well, damaged, left
 
 
-def goes_on(rank: int, port: int, form: str, folder: str) -> Turns:
-    return go_on(engine(rank, port, "grid", form, folder))
-
-
 def test_the_disks_of_two_stages_of_two_ranks(models: None, tmp_path: Path) -> None:
     """What one rank finds damaged all four recompute; the next server goes on from all disks."""
-    folder, form = tmp_path / "d", "hidden:2,kv:2"
+    folder = tmp_path / "d"
     folder.mkdir()
-    found = run_ranks(on_grid, form, str(folder), ranks=RANKS)
+    server = ("grid", "hidden:2,kv:2", "llama-gqa", *on_disk(folder))
+    found = run_ranks(on_grid, str(folder), *server, ranks=RANKS)
     well, damaged = ([of_rank[turn] for of_rank in found] for turn in (0, 1))
     check_tokens(well)
     check_tokens(damaged)
@@ -105,23 +105,19 @@ def test_the_disks_of_two_stages_of_two_ranks(models: None, tmp_path: Path) -> N
     assert [
         damaged[0].counted.get(f"rank{rank}_block_damaged", 0) > 0 for rank in range(RANKS)
     ] == ([False, False, False, True])
-    traces = [decisions(folder, f"pp{rank // 2}.tp{rank % 2}") for rank in range(RANKS)]
+    traces = [decisions(folder / f"t.jsonl.pp{rank // 2}.tp{rank % 2}") for rank in range(RANKS)]
     assert all(trace == traces[0] for trace in traces) and len(traces[0]) > 30
     for stage, rank in itertools.product((0, 1), repeat=2):
         assert any(part_folder(folder, f"pp2-{stage}/tp2-{rank}").block_ids())
     (report,) = check([str(folder)], False)
     assert report.blocks and not report.findings
-    later = run_ranks(goes_on, form, str(folder), ranks=RANKS)
+    later = run_ranks(go_on, *server, ranks=RANKS)
     check_tokens(later)
     assert later[0].said == found[0][2] and later[0].stored == BLOCKS
 
 
 def beside_store(rank: int, port: int, folder: str) -> Turns:
-    store = ("--hc-remote", "file", "--hc-remote-config", json.dumps({"dir": folder}))
-    core = GridCore(
-        rank, port, "--hc-forms", "hidden:2,kv:2", *store, *FLAGS, model="llama-gqa"
-    )  # fmt: skip
-    return talk(core, "well")
+    return talk(engine(rank, port, "grid", "hidden:2,kv:2", "llama-gqa", *in_store(folder)), "well")
 
 
 def test_a_remote_store_of_two_stages_of_two_ranks(models: None, tmp_path: Path) -> None:
@@ -132,16 +128,6 @@ def test_a_remote_store_of_two_stages_of_two_ranks(models: None, tmp_path: Path)
     assert len(keys) == RANKS, "each rank has its own"
 
 
-def decisions(folder: Path, rank: str) -> list[dict[str, Any]]:
-    """The trace of a rank, without what only it has: token ids are made unreadable by a secret of
-    each file, and layers are those of its stage."""
-    lines = [json.loads(line) for line in (folder / f"t.jsonl.{rank}").open()]
-    for line in lines:
-        line.pop("tokens", None)
-    del lines[0]["slot_bytes"], lines[0]["layer_plan"]
-    return lines
-
-
 @pytest.mark.server
 @pytest.mark.parametrize("kind", CORES)
 def test_two_replicas_of_two_ranks(models: None, tmp_path: Path, kind: str) -> None:
@@ -150,7 +136,6 @@ def test_two_replicas_of_two_ranks(models: None, tmp_path: Path, kind: str) -> N
     disk = tmp_path / "disk"
     grid = ("--dp-size", "2", f"--{kind}-size", "2")
     flags = (*grid, "--hc-disk", f"{disk}:2")
-    store = ("--hc-remote", "file", "--hc-remote-config", json.dumps({"dir": str(tmp_path / "s")}))
     trace = ("--hc-trace", str(tmp_path / "t.jsonl"))
     with start(tmp_path / "log", *flags, *trace, env=CORES[kind].env) as server:
         numbers = replicas(server)
@@ -158,14 +143,14 @@ def test_two_replicas_of_two_ranks(models: None, tmp_path: Path, kind: str) -> N
         assert all(0.04 * 2**30 < one["host_bytes"] <= 0.05 * 2**30 for one in numbers)
         histories = []
         for replica in (0, 1):
-            tokens = prompt(replica)
-            histories.append(tokens + ask(server, tokens, replica)[0])
-        kept = [ask(server, history, r)[0] for r, history in enumerate(histories)]
+            tokens = prompt(replica, 300)
+            histories.append(tokens + ask_replica(server, tokens, replica)[0])
+        kept = [ask_replica(server, history, r)[0] for r, history in enumerate(histories)]
         for replica in (0, 1):
             for seed in range(10, 16):
-                ask(server, prompt(seed), replica)
+                ask_replica(server, prompt(seed, 300), replica)
         for replica, history in enumerate(histories):
-            tokens, found = ask(server, history, replica)
+            tokens, found = ask_replica(server, history, replica)
             assert tokens == kept[replica], "the tokens of a replica that never forgot"
             assert found.get("device", 0) == 0 and found.get("host", 0) > 300
         blocks = len(histories[0]) // 64
@@ -173,7 +158,7 @@ def test_two_replicas_of_two_ranks(models: None, tmp_path: Path, kind: str) -> N
         post(server, "/flush_cache?timeout=60")
         spoil(disk, f"{kind}2-1")
         for replica, history in enumerate(histories):
-            tokens, found = ask(server, history, replica)
+            tokens, found = ask_replica(server, history, replica)
             assert tokens == kept[replica]
             assert found.get("storage", 0) == 0
         wait_for(lambda: all("disk_read_damaged" in one for one in replicas(server)))
@@ -183,14 +168,14 @@ def test_two_replicas_of_two_ranks(models: None, tmp_path: Path, kind: str) -> N
     assert parts[0] != parts[1], "both replicas store the parts of a rank in one place"
     names = {path.name for path in tmp_path.glob("t.jsonl.*")}
     assert names == {f"t.jsonl.dp{replica}.{kind}{rank}" for replica in (0, 1) for rank in (0, 1)}
-    with start(tmp_path / "log2", *flags, *store, env=CORES[kind].env) as server:
-        history = prompt(20)
-        history += ask(server, history, 0)[0]
-        wanted, _ = ask(server, history, 0)
+    with start(tmp_path / "log2", *flags, *in_store(tmp_path / "s"), env=CORES[kind].env) as server:
+        history = prompt(20, 300)
+        history += ask_replica(server, history, 0)[0]
+        wanted, _ = ask_replica(server, history, 0)
         wait_for(lambda: have_saved(server, "remote", blocks) == 1)
-        tokens, found = ask(server, history, 1)
+        tokens, found = ask_replica(server, history, 1)
         assert tokens == wanted and found.get("storage", 0) == blocks * 64
-        tokens, found = ask(server, histories[0], 0)
+        tokens, found = ask_replica(server, histories[0], 0)
         assert tokens == kept[0] and found.get("storage", 0) == blocks * 64
 
 

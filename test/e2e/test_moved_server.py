@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_hc.tools.bench.server import ServerProcess
-from support.served import numbers, post, start
+from support.served import ask, get, numbers, post, posting, refusal, start
 from support.waiting import HANGS_S
 
 pytestmark = pytest.mark.server
@@ -35,20 +35,15 @@ def history(server: ServerProcess, seed: int, **options: Any) -> list[int]:
     """A prompt that is too long, of a conversation whose first turn was served."""
     rng = random.Random(seed)
     tokens = [rng.randrange(3, 900) for _ in range(LIMIT + 60)]
-    sampling = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
-    post(server, "/generate", {"input_ids": tokens[:LIMIT], "sampling_params": sampling, **options})
+    ask(server, tokens[:LIMIT], 1, **options)
     return tokens
 
 
 def test_a_stream_goes_on_from_moved_state(server: ServerProcess) -> None:
     tokens = history(server, 1)
     body = {"model": "any", "prompt": tokens, "max_tokens": 12, "temperature": 0}
-    plain = json.loads(post(server, "/v1/completions", body))
-    request = urllib.request.Request(
-        f"{server.url}/v1/completions",
-        json.dumps(body | {"stream": True}).encode(),
-        {"Content-Type": "application/json"},
-    )
+    plain = post(server, "/v1/completions", body)
+    request = posting(server, "/v1/completions", body | {"stream": True})
     with urllib.request.urlopen(request, timeout=HANGS_S) as reply:
         assert reply.headers["x-hc-dropped-tokens"] == str(STEP)
         lines = [line[6:] for line in reply.read().decode().split("\n") if line[:6] == "data: "]
@@ -64,10 +59,7 @@ def test_structured_output_goes_on_from_moved_state(server: ServerProcess) -> No
     }
     for seed, options in ((6, {"json_schema": json.dumps(schema)}), (7, {})):
         tokens = history(server, seed)
-        sampling = {"max_new_tokens": 40, "temperature": 0, **options}
-        reply = json.loads(
-            post(server, "/generate", {"input_ids": tokens, "sampling_params": sampling})
-        )
+        reply = ask(server, tokens, 40, {"ignore_eos": False, **options})
         said = reply["meta_info"]
         assert said["hc_overflow"]["mode"] == "reembed"
         assert said["cached_tokens"] == (LIMIT - STEP) // 64 * 64
@@ -79,9 +71,7 @@ def test_structured_output_goes_on_from_moved_state(server: ServerProcess) -> No
 
 def test_a_reply_says_that_state_has_moved(server: ServerProcess) -> None:
     tokens, before = history(server, 2, extra_key="mine"), numbers(server)
-    sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
-    body = {"input_ids": tokens, "sampling_params": sampling, "extra_key": "mine"}
-    said = json.loads(post(server, "/generate", body))["meta_info"]
+    said = ask(server, tokens, extra_key="mine")["meta_info"]
     assert said["hc_overflow"]["mode"] == "reembed"
     # The head, and all whole blocks of the first turn that are behind the cut.
     assert said["cached_tokens"] == (LIMIT - STEP) // 64 * 64
@@ -90,19 +80,16 @@ def test_a_reply_says_that_state_has_moved(server: ServerProcess) -> None:
     assert counted["overflow_recomputed_tokens"] > before.get("overflow_recomputed_tokens", 0)
     # A prompt that merely equals what the cut left does not get what has moved.
     equal = tokens[:64] + tokens[64 + STEP :]
-    said = json.loads(post(server, "/generate", body | {"input_ids": equal}))["meta_info"]
+    said = ask(server, equal, extra_key="mine")["meta_info"]
     assert "hc_overflow" not in said and said["cached_tokens"] == 64
 
 
 def test_pins_behind_a_cut_belong_to_the_clients_key(server: ServerProcess) -> None:
     tokens = history(server, 4, extra_key="tenant")
-    sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
-    body = {"input_ids": tokens, "sampling_params": sampling, "extra_key": "tenant"}
-    post(server, "/generate", body)
+    ask(server, tokens, extra_key="tenant")
     wish = {"session": "s", "ttl_s": 60, "input_ids": tokens, "extra_key": "tenant"}
-    assert json.loads(post(server, "/hc/pin", wish))["blocks"] >= 5
-    with urllib.request.urlopen(f"{server.url}/hc/pins?extra_key=tenant", timeout=HANGS_S) as reply:
-        assert [pin["session"] for pin in json.load(reply)["pins"]] == ["s"]
+    assert post(server, "/hc/pin", wish)["blocks"] >= 5
+    assert [pin["session"] for pin in get(server, "/hc/pins?extra_key=tenant")["pins"]] == ["s"]
 
 
 @pytest.mark.parametrize("wrong", [-1, 2**40])
@@ -110,7 +97,5 @@ def test_a_wrong_id_in_a_prompt_that_would_be_cut_is_answered_with_400(
     server: ServerProcess, wrong: int
 ) -> None:
     tokens = [5] * 70 + [wrong] + [5] * 600
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        post(server, "/generate", {"input_ids": tokens})
-    assert caught.value.code == 400
-    assert f"the token id {wrong}, which is not in" in caught.value.read().decode()
+    status, said = refusal(server, "/generate", {"input_ids": tokens})
+    assert status == 400 and f"the token id {wrong}, which is not in" in said

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from sglang_hc.tools.bench.server import ServerProcess
 from support.core import MODELS
-from support.served import numbers, post, start
+from support.served import ask, numbers, post, posting, refusal, start
 from support.waiting import HANGS_S
 
 pytestmark = pytest.mark.server
@@ -23,6 +23,7 @@ WINDOW, RESERVE, KEPT_FIRST, STEP = 510, 64, 64, 128
 """Of a context of 512 tokens: SGLang keeps two for itself; the step is a third of what is cut."""
 
 LIMIT = WINDOW - RESERVE
+NEW = 16
 FLAGS = (
     *("--context-length", "512", "--hc-overflow", "recompute", "--hc-overflow-drop", "0.34"),
     *("--hc-overflow-reserve", str(RESERVE), "--enable-metrics"),
@@ -35,21 +36,6 @@ def server(models: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield process
 
 
-def ask(server: ServerProcess, tokens: list[int], key: str, **options: Any) -> dict[str, Any]:
-    sampling = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True}
-    sampling |= options.pop("sampling", {})
-    body = {"input_ids": tokens, "sampling_params": sampling, "extra_key": key, **options}
-    reply: dict[str, Any] = json.loads(post(server, "/generate", body))
-    return reply
-
-
-def refused(server: ServerProcess, tokens: list[int], **options: Any) -> str:
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        ask(server, tokens, "refused", **options)
-    assert caught.value.code == 400
-    return caught.value.read().decode()
-
-
 def talk(server: ServerProcess, key: str, evict: bool) -> list[dict[str, Any]]:
     """Twelve turns, ten of them beyond the window; with `evict` the device forgets in between."""
     rng = random.Random(1)
@@ -59,8 +45,9 @@ def talk(server: ServerProcess, key: str, evict: bool) -> list[dict[str, Any]]:
         if evict:
             other = random.Random(100 + turn)
             for _ in range(2):
-                ask(server, [other.randrange(3, 900) for _ in range(400)], "flood")
-        replies.append(ask(server, history, key))
+                tokens = [other.randrange(3, 900) for _ in range(400)]
+                ask(server, tokens, NEW, extra_key="flood")
+        replies.append(ask(server, history, NEW, extra_key=key))
         history += replies[-1]["output_ids"]
     return replies
 
@@ -90,21 +77,12 @@ def test_turns_beyond_the_window_go_on_from_the_tiers(server: ServerProcess) -> 
 
 def test_the_reply_says_what_was_left_out(server: ServerProcess) -> None:
     tokens = random.Random(2).choices(range(3, 900), k=LIMIT + 1)
-    body = {
-        "model": "any",
-        "prompt": tokens,
-        "max_tokens": 8,
-        "stream": False,
-    }
-    request = urllib.request.Request(
-        f"{server.url}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
+    body = {"model": "any", "prompt": tokens, "max_tokens": 8, "stream": False}
+    request = posting(server, "/v1/completions", body)
     with urllib.request.urlopen(request, timeout=HANGS_S) as reply:
         assert reply.headers["x-hc-dropped-tokens"] == str(STEP)
         assert json.load(reply)["usage"]["prompt_tokens"] == LIMIT + 1 - STEP
-    whole = ask(server, tokens[:LIMIT], "whole")
+    whole = ask(server, tokens[:LIMIT], NEW, extra_key="whole")
     assert "hc_overflow" not in whole["meta_info"]
     assert whole["meta_info"]["prompt_tokens"] == LIMIT
 
@@ -113,18 +91,19 @@ def test_each_prompt_of_a_batch_is_cut(server: ServerProcess) -> None:
     long = random.Random(6).choices(range(3, 900), k=2 * LIMIT)
     sampling = {"max_new_tokens": 16, "temperature": 0}
     body = {"input_ids": [long[:600], long[:100], long[1:]], "sampling_params": sampling}
-    cuts = [r["meta_info"].get("hc_overflow") for r in json.loads(post(server, "/generate", body))]
+    cuts = [r["meta_info"].get("hc_overflow") for r in post(server, "/generate", body)]
     assert [cut and cut["prompt_tokens"] for cut in cuts] == [600, None, 2 * LIMIT - 1]
 
 
 def test_a_request_may_choose(server: ServerProcess) -> None:
     tokens = random.Random(3).choices(range(3, 900), k=600)
     longer = {"custom_params": {"hc_overflow": {"keep_first": 100}}}
-    assert (
-        ask(server, tokens, "a", sampling=longer)["meta_info"]["hc_overflow"]["kept_first"] == 128
-    )
-    off = {"custom_params": {"hc_overflow": "off"}}
-    assert "longer than the model's context length" in refused(server, tokens, sampling=off)
+    cut = ask(server, tokens, NEW, longer)["meta_info"]["hc_overflow"]
+    assert cut["kept_first"] == 128
+    off = {"max_new_tokens": NEW, "custom_params": {"hc_overflow": "off"}}
+    body = {"input_ids": tokens, "sampling_params": off}
+    status, said = refusal(server, "/generate", body)
+    assert status == 400 and "longer than the model's context length" in said
 
 
 def test_a_chat_keeps_its_system_prompt(server: ServerProcess) -> None:
@@ -145,7 +124,7 @@ def test_a_chat_keeps_its_system_prompt(server: ServerProcess) -> None:
             **{"model": "any", "messages": messages, "max_tokens": 8, "return_meta_info": True},
             "custom_params": {"hc_overflow": {"keep_first": "system"}},
         }
-        reply = json.loads(post(server, "/v1/chat/completions", body))
+        reply = post(server, "/v1/chat/completions", body)
         cuts.append(reply["choices"][0]["meta_info"].get("hc_overflow"))
         messages += [said("assistant", 60), said("user", 60)]
     assert cuts[0] is None
@@ -153,20 +132,24 @@ def test_a_chat_keeps_its_system_prompt(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("sampling", "options", "message"),
     [
         (
-            {"sampling": {"custom_params": {"hc_overflow": {"keep_first": "system"}}}},
+            {"custom_params": {"hc_overflow": {"keep_first": "system"}}},
+            {},
             "send them to /v1/chat/completions, or give the head as a number of tokens",
         ),
-        ({"sampling": {"custom_params": {"hc_overflow": 3}}}, 'hc_overflow must be \\"off\\" or'),
-        ({"sampling": {"custom_params": {"hc_cut": [64, 64]}}}, "hc_cut is set by the server"),
-        ({"sampling": {"max_new_tokens": 400}}, "ask for fewer new tokens or keep a smaller head"),
-        ({"return_logprob": True, "logprob_start_len": 0}, "leave out logprob_start_len"),
+        ({"custom_params": {"hc_overflow": 3}}, {}, 'hc_overflow must be \\"off\\" or'),
+        ({"custom_params": {"hc_cut": [64, 64]}}, {}, "hc_cut is set by the server"),
+        ({"max_new_tokens": 400}, {}, "ask for fewer new tokens or keep a smaller head"),
+        ({}, {"return_logprob": True, "logprob_start_len": 0}, "leave out logprob_start_len"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(
-    server: ServerProcess, options: dict[str, Any], message: str
+    server: ServerProcess, sampling: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
     tokens = random.Random(4).choices(range(3, 900), k=600)
-    assert message in refused(server, tokens, **options)
+    sampling = {"max_new_tokens": NEW, **sampling}
+    body = {"input_ids": tokens, "sampling_params": sampling, **options}
+    status, said = refusal(server, "/generate", body)
+    assert status == 400 and message in said

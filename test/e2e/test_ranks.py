@@ -14,7 +14,8 @@ import pytest
 
 from support.conversations import Outcome, check_same_tokens, compare, options, overwrite
 from support.exactness import BOUND
-from support.ranked_core import CORES, KINDS, RankedCore, StagedCore, run_ranks
+from support.ranked_core import CORES, RankedCore, StagedCore, run_ranks
+from support.ranked_turns import both_on_rank, worst_of_stage
 
 MIXED = "recompute:1,hidden:2,kv:1"
 CASES = [
@@ -27,15 +28,6 @@ CASES = [
     ("deepseek-v2", "kv"),
     ("deepseek-v2", "recompute:2,kv:2"),
 ]
-
-
-def both_on_rank(
-    rank: int, port: int, kind: str, model: str, form: str, **env: str
-) -> tuple[Outcome, dict[str, Any]]:
-    """The conversations, and the tiers' part of what /server_info shows then."""
-    core = KINDS[kind](rank, port, *options(form, "float32"), model=model, **env)
-    found = compare(core)
-    return found, core.shown()
 
 
 def check_alike(found: list[Outcome]) -> None:
@@ -96,11 +88,6 @@ def test_each_form_of_two_stages_float32(models: None, model: str, form: str) ->
         check_same_tokens(rank)
         assert worst_of_stage(rank) <= BOUND["float32"]
         assert info["ranks"][0]["restored_tokens"] == info["ranks"][1]["restored_tokens"] > 0
-
-
-def worst_of_stage(rank: Outcome) -> float:
-    """Largest error of the layers that a stage has, over all turns."""
-    return max(max(turn) for turn in rank.evicted["error"])
 
 
 def both_on_uneven_stage(rank: int, port: int, form: str) -> tuple[Outcome, tuple[int, ...]]:

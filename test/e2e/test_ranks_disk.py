@@ -16,53 +16,47 @@ import pytest
 from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.folders import model_folders, store_root
 from sglang_hc.tools.disk.fsck import check
-from support.disk_store import Faults, FaultyBackend, failing
-from support.ranked_core import CORES, KINDS, RankedCore, run_ranks
-from support.ranked_turns import BLOCKS, FLAGS, Turns, check_tokens, go_on, talk, talk_and_stop
+from support.disk_store import Faults, failing, open_with, spoil_pages
+from support.prompts import on_disk
+from support.ranked_core import CORES, RankedCore, run_ranks
+from support.ranked_turns import (
+    BLOCKS,
+    Turns,
+    check_tokens,
+    engine,
+    go_on,
+    talk,
+    talk_and_stop,
+)
 
 HIT_BY = 1
 """The rank that faults happen to."""
 
 
-def engine(rank: int, port: int, kind: str, form: str, folder: str) -> RankedCore:
-    model = "deepseek-v2" if "deepseek" in folder else "llama-gqa"
-    disk = ("--hc-disk", f"{folder}:1")
-    return KINDS[kind](rank, port, "--hc-forms", form, *disk, *FLAGS, model=model)
-
-
-def first_server(
-    rank: int, port: int, kind: str, form: str, folder: str
-) -> tuple[Turns, list[int]]:
-    return talk_and_stop(engine(rank, port, kind, form, folder))
-
-
-def second_server(rank: int, port: int, kind: str, form: str, folder: str) -> Turns:
-    return go_on(engine(rank, port, kind, form, folder))
-
-
 @pytest.mark.parametrize(
-    ("kind", "form", "name"),
+    ("kind", "form", "model"),
     [
-        ("tp", "hidden:2,kv:2", "d"),
-        pytest.param("tp", "hidden", "d", marks=pytest.mark.slow),
-        pytest.param("tp", "kv", "d", marks=pytest.mark.slow),
-        pytest.param("tp", "kv", "deepseek", marks=pytest.mark.slow),
-        pytest.param("pp", "recompute:1,hidden:3", "d", marks=pytest.mark.slow),
-        pytest.param("pp", "hidden", "d", marks=pytest.mark.slow),
-        pytest.param("pp", "kv", "d", marks=pytest.mark.slow),
+        ("tp", "hidden:2,kv:2", "llama-gqa"),
+        pytest.param("tp", "hidden", "llama-gqa", marks=pytest.mark.slow),
+        pytest.param("tp", "kv", "llama-gqa", marks=pytest.mark.slow),
+        pytest.param("tp", "kv", "deepseek-v2", marks=pytest.mark.slow),
+        pytest.param("pp", "recompute:1,hidden:3", "llama-gqa", marks=pytest.mark.slow),
+        pytest.param("pp", "hidden", "llama-gqa", marks=pytest.mark.slow),
+        pytest.param("pp", "kv", "llama-gqa", marks=pytest.mark.slow),
     ],
 )
 def test_the_next_server_goes_on_from_both_parts(
-    models: None, tmp_path: Path, kind: str, form: str, name: str
+    models: None, tmp_path: Path, kind: str, form: str, model: str
 ) -> None:
-    folder = tmp_path / name
-    found = run_ranks(first_server, kind, form, str(folder))
+    folder = tmp_path / "d"
+    server = (kind, form, model, *on_disk(folder))
+    found = run_ranks(talk_and_stop, *server)
     check_tokens([turns for turns, _ in found])
     assert all(turns.stored == BLOCKS for turns, _ in found)
     parts = [Path(part.path).name for part in model_folders(store_root(str(folder)))]
     assert len(parts) == 2 and parts[0][:32] == parts[1][:32], "two parts of one model"
     assert all(report.blocks and not report.findings for report in check([str(folder)], False))
-    later = run_ranks(second_server, kind, form, str(folder))
+    later = run_ranks(go_on, *server)
     check_tokens(later)
     assert later[0].said == found[0][1] and later[0].stored == BLOCKS
 
@@ -77,21 +71,14 @@ def spoil(core: RankedCore) -> None:
     if core.rank == HIT_BY:
         (directory,) = own_directories(core)
         for path in map(Path, map(directory.path, directory.folder.block_ids())):
-            content = bytearray(path.read_bytes())
-            for place in range(700, len(content), 4096):
-                content[place] ^= 1
-            path.write_bytes(content)
+            spoil_pages(path)
 
 
 def meet_faults(rank: int, port: int, kind: str, folder: str) -> dict[str, Turns]:
-    from sglang_hc.store.disk import DiskStore
-
-    faults, opened = Faults(), DiskStore.open
+    faults = Faults()
     if rank == HIT_BY:
-        DiskStore.open = lambda *args, **options: opened(
-            *args, backend=FaultyBackend(faults), **options
-        )
-    core = engine(rank, port, kind, "hidden:2,kv:2", folder)
+        open_with(faults)
+    core = engine(rank, port, kind, "hidden:2,kv:2", "llama-gqa", *on_disk(folder))
     found = {"well": talk(core, "well")}
     found["damaged"] = talk(core, "damaged", lambda: spoil(core))
     faults.on_write = failing(errno.ENOSPC)

@@ -6,7 +6,6 @@ and what happens to one rank's part costs cache on both, never a token.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import threading
 import time
@@ -20,12 +19,14 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.store.remote import RemoteStore
 from sglang_hc.store.remote import blocks as remote_blocks
 from support.core import Core, run_in_child
-from support.ranked_core import CORES, KINDS, RankedCore, run_ranks
+from support.prompts import in_store, on_disk
+from support.ranked_core import CORES, run_ranks
 from support.ranked_turns import (
     BLOCKS,
     FLAGS,
     Turns,
     check_tokens,
+    engine,
     go_on,
     prompts,
     talk,
@@ -35,22 +36,6 @@ from support.waiting import HANGS_S, until
 
 HIT_BY = 1
 """The rank that faults happen to."""
-
-
-def in_store(folder: str) -> tuple[str, ...]:
-    return "--hc-remote", "file", "--hc-remote-config", json.dumps({"dir": folder})
-
-
-def engine(rank: int, port: int, kind: str, form: str, model: str, *below: str) -> RankedCore:
-    return KINDS[kind](rank, port, "--hc-forms", form, *below, *FLAGS, model=model)
-
-
-def stop_there(rank: int, port: int, *what: str) -> tuple[Turns, list[int]]:
-    return talk_and_stop(engine(rank, port, *what))
-
-
-def go_on_there(rank: int, port: int, *what: str) -> Turns:
-    return go_on(engine(rank, port, *what))
 
 
 def files(shared: Path) -> list[Path]:
@@ -92,14 +77,14 @@ def test_another_server_goes_on_from_the_store(
 ) -> None:
     """Within one server only the store is left between the turns, too."""
     what, ranks = (kind, form, model, *in_store(str(tmp_path))), 4 if kind == "grid" else 2
-    found = run_ranks(stop_there, *what, ranks=ranks)
+    found = run_ranks(talk_and_stop, *what, ranks=ranks)
     check_alike([turns for turns, _ in found])
     assert all(turns.stored == BLOCKS for turns, _ in found)
     assert found[0][0].counted["remote_loaded_blocks"] == BLOCKS // BLOCK_TOKENS
     fingerprints = [file.name.split("-")[1] for file in files(tmp_path)]
     assert len(set(fingerprints)) == ranks, "each rank has its own keys"
     assert fingerprints.count(fingerprints[0]) * ranks == len(fingerprints)
-    later = run_ranks(go_on_there, *what, ranks=ranks)
+    later = run_ranks(go_on, *what, ranks=ranks)
     check_alike(later)
     assert later[0].said == found[0][1] and later[0].stored == BLOCKS
 
@@ -121,15 +106,15 @@ def test_a_server_with_other_ranks_finds_nothing(models: None, tmp_path: Path) -
     """Parts of a block are other bytes; so are the whole ones."""
     shared = str(tmp_path)
     what = "kv", "llama-gqa", *in_store(shared)
-    run_ranks(stop_there, "tp", *what)
+    run_ranks(talk_and_stop, "tp", *what)
     cached, counts = run_in_child(alone, shared)
     assert cached == 0 and "remote_loaded_blocks" not in counts
     assert counts["remote_saved_blocks"] > 0, "whole blocks are there beside the parts now"
-    for turns in run_ranks(go_on_there, "pp", *what):
+    for turns in run_ranks(go_on, "pp", *what):
         assert turns.second == turns.wanted and turns.stored == 0
         assert "remote_loaded_blocks" not in turns.counted
     assert len({file.name.split("-")[1] for file in files(tmp_path)}) == 5
-    assert run_ranks(go_on_there, "tp", *what)[0].stored == BLOCKS
+    assert run_ranks(go_on, "tp", *what)[0].stored == BLOCKS
 
 
 def some_on_disk(rank: int, port: int, *what: str) -> None:
@@ -146,14 +131,14 @@ def some_on_disk(rank: int, port: int, *what: str) -> None:
 def test_a_disk_and_a_store_together(models: None, tmp_path: Path, kind: str) -> None:
     """The first block comes from the disks, the rest from the store."""
     store, form = in_store(str(tmp_path / "shared")), "hidden:2,kv:2"
-    first, other = (("--hc-disk", f"{tmp_path / name}:1") for name in ("d", "e"))
-    found = run_ranks(stop_there, kind, form, "llama-gqa", *first, *store)
+    first, other = (on_disk(tmp_path / name) for name in ("d", "e"))
+    found = run_ranks(talk_and_stop, kind, form, "llama-gqa", *first, *store)
     check_alike([turns for turns, _ in found])
     counted = found[0][0].counted
     assert counted["disk_saved_blocks"] == counted["remote_saved_blocks"] > 0
     assert counted["disk_loaded_blocks"] == BLOCKS // BLOCK_TOKENS
     run_ranks(some_on_disk, kind, form, "llama-gqa", *other)
-    later = run_ranks(go_on_there, kind, form, "llama-gqa", *other, *store)
+    later = run_ranks(go_on, kind, form, "llama-gqa", *other, *store)
     check_alike(later)
     assert later[0].said == found[0][1] and later[0].stored == BLOCKS
     assert later[0].counted["disk_loaded_blocks"] == 1

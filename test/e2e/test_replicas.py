@@ -3,41 +3,16 @@ other's blocks on the disk."""
 
 from __future__ import annotations
 
-import json
-import random
-import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sglang_hc.store.disk.folders import model_folders, store_root
 from sglang_hc.store.disk.sharing import living_servers
-from sglang_hc.tools.bench.server import ServerProcess
-from support.served import post, start, wait_for
-from support.waiting import HANGS_S
+from support.prompts import prompt
+from support.served import ask_replica, replicas, start, wait_for
 
 pytestmark = pytest.mark.server
-
-NEW = 24
-
-
-def prompt(seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 900) for _ in range(300)]
-
-
-def ask(server: ServerProcess, tokens: list[int], replica: int) -> tuple[list[int], dict[str, int]]:
-    """Greedy tokens of one replica, and where the prompt came from."""
-    sampling = {"max_new_tokens": NEW, "temperature": 0, "ignore_eos": True}
-    body = {"input_ids": tokens, "sampling_params": sampling, "routed_dp_rank": replica}
-    reply = json.loads(post(server, "/generate", body))
-    return reply["output_ids"], reply["meta_info"]["cached_tokens_details"] or {}
-
-
-def replicas(server: ServerProcess) -> list[dict[str, Any]]:
-    with urllib.request.urlopen(f"{server.url}/server_info", timeout=HANGS_S) as reply:
-        return [state["hc"] for state in json.load(reply)["internal_states"]]
 
 
 def test_replicas_remember_their_conversations_and_share_the_disk(
@@ -53,15 +28,15 @@ def test_replicas_remember_their_conversations_and_share_the_disk(
 
         histories = []
         for replica in (0, 1):
-            tokens = prompt(replica)
-            histories.append(tokens + ask(server, tokens, replica)[0])
-        kept = [ask(server, history, r) for r, history in enumerate(histories)]
+            tokens = prompt(replica, 300)
+            histories.append(tokens + ask_replica(server, tokens, replica)[0])
+        kept = [ask_replica(server, history, r) for r, history in enumerate(histories)]
         assert all(found.get("device", 0) > 300 for _, found in kept)
         for replica in (0, 1):
             for seed in range(10, 16):
-                ask(server, prompt(seed), replica)
+                ask_replica(server, prompt(seed, 300), replica)
         for replica, history in enumerate(histories):
-            tokens, found = ask(server, history, replica)
+            tokens, found = ask_replica(server, history, replica)
             assert tokens == kept[replica][0], "the tokens of a replica that never forgot"
             assert found.get("device", 0) == 0 and found.get("host", 0) > 300
         for numbers in replicas(server):
@@ -72,7 +47,7 @@ def test_replicas_remember_their_conversations_and_share_the_disk(
         blocks = len(histories[0]) // 64
         wait_for(lambda: len(living_servers(store_root(str(disk)))) == 2)
         wait_for(lambda: all(one["disk_blocks"] >= 2 * blocks for one in replicas(server)))
-        tokens, found = ask(server, histories[0], 1)
+        tokens, found = ask_replica(server, histories[0], 1)
         assert tokens == kept[0][0] and found.get("storage", 0) == blocks * 64
     assert sorted(path.name for path in tmp_path.glob("trace*")) == [
         "trace.jsonl.dp0",

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
@@ -21,27 +18,21 @@ import pytest
 from sglang_hc.tools.bench.server import ServerProcess
 from sglang_hc.tools.cli.main import main
 from support.core import MODELS
-from support.profiles import FREE_LOADING
+from support.prompts import prompt
+from support.served import ENV, ask, get, numbers, post, refusal, start
 from support.waiting import HANGS_S, until
 
 pytestmark = pytest.mark.server
 
-ROOT = Path(__file__).resolve().parents[2]
 POOL = 640
 FLOODS = count(1000)
-ENV = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "python")}
-COMMON = (
-    "--model-path", str(MODELS / "llama-mha"), "--dtype", "float32", "--skip-server-warmup",
-    "--max-total-tokens", str(POOL), "--enable-cache-report", "--hc-profile", str(FREE_LOADING),
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def server(models: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("server") / "log"
-    flags = (*COMMON, "--hc-forms", "hidden", "--hc-host-size-gb", "0.2", "--enable-metrics")
-    flags += ("--hc-open-routes",)
-    with ServerProcess("sglang_hc.launch_server", flags, ENV, log) as process:
+    flags = ("--hc-forms", "hidden", "--enable-metrics", "--enable-cache-report")
+    with start(log, *flags, "--hc-open-routes") as process:
         yield process
 
 
@@ -57,55 +48,32 @@ def mooncake(tmp_path: Path) -> Path:
     return path
 
 
-def post(url: str, body: dict[str, Any] | None = None) -> Any:
-    data = json.dumps(body or {}).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=HANGS_S) as reply:
-        text = reply.read().decode()
-    return json.loads(text) if text.startswith(("{", "[")) else text
-
-
-def generate(server: ServerProcess, tokens: list[int], new: int = 8) -> Any:
-    sampling = {"max_new_tokens": new, "temperature": 0, "ignore_eos": True}
-    return post(f"{server.url}/generate", {"input_ids": tokens, "sampling_params": sampling})
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 900) for _ in range(length)]
-
-
 def flood(server: ServerProcess) -> None:
     """Fill the device twice over. No other prompt begins as these do: SGLang takes a node for used
     when a prompt shares one token with it."""
     for seed in islice(FLOODS, 4):
-        generate(server, [900 + seed % 100, *prompt(seed, POOL // 2 - 1)], 1)
-
-
-def stats(server: ServerProcess) -> Any:
-    with urllib.request.urlopen(f"{server.url}/server_info", timeout=HANGS_S) as reply:
-        return json.load(reply)["internal_states"][0]["hc"]
+        ask(server, [900 + seed % 100, *prompt(seed, POOL // 2 - 1)], 1)
 
 
 def test_host_hits_show_in_meta_info_and_server_info(server: ServerProcess) -> None:
-    first = generate(server, prompt(1, 200))
+    first = ask(server, prompt(1, 200))
     flood(server)
-    again = generate(server, prompt(1, 200))
+    again = ask(server, prompt(1, 200))
     assert again["output_ids"] == first["output_ids"]
     details = again["meta_info"]["cached_tokens_details"]
     assert (details["device"], details["host"]) == (0, 199)
-    numbers = stats(server)
-    assert numbers["layer_plan"] == "hidden:4"
-    assert numbers["restored_tokens"] >= 199 and numbers["host_blocks"] >= 4
+    shown = numbers(server)
+    assert shown["layer_plan"] == "hidden:4"
+    assert shown["restored_tokens"] >= 199 and shown["host_blocks"] >= 4
 
 
 def test_the_same_numbers_are_prometheus_metrics(server: ServerProcess) -> None:
-    generate(server, prompt(3, 200))
+    ask(server, prompt(3, 200))
     found_at_start = ("layer_plan", "exactness", "exactness_difference")
-    assert stats(server)["kept_tokens"] > 0
+    assert numbers(server)["kept_tokens"] > 0
 
     def missing() -> dict[str, Any]:
-        wanted, found = stats(server), metrics(server)
+        wanted, found = numbers(server), metrics(server)
         return {
             name: value
             for name, value in wanted.items()
@@ -117,8 +85,7 @@ def test_the_same_numbers_are_prometheus_metrics(server: ServerProcess) -> None:
 
 
 def metrics(server: ServerProcess) -> dict[str, float]:
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=HANGS_S) as reply:
-        lines = reply.read().decode().splitlines()
+    lines = get(server, "/metrics").splitlines()
     ours = [line for line in lines if line.startswith("sglang_hc_")]
     return {
         line.partition("{")[0].removeprefix("sglang_hc_"): float(line.rpartition(" ")[2])
@@ -127,22 +94,20 @@ def metrics(server: ServerProcess) -> dict[str, float]:
 
 
 def test_a_flush_forgets_both_tiers(server: ServerProcess) -> None:
-    generate(server, prompt(2, 200))
+    ask(server, prompt(2, 200))
     # An answer is out before its pass is over, and until then SGLang refuses.
-    post(f"{server.url}/flush_cache?timeout=60")
-    assert stats(server)["host_blocks"] == 0
-    assert generate(server, prompt(2, 200))["meta_info"]["cached_tokens"] == 0
+    post(server, "/flush_cache?timeout=60")
+    assert numbers(server)["host_blocks"] == 0
+    assert ask(server, prompt(2, 200))["meta_info"]["cached_tokens"] == 0
 
 
 @pytest.mark.parametrize("wrong", [-1, 10**6])
 def test_ids_outside_the_vocabulary_are_answered_with_400(
     server: ServerProcess, wrong: int
 ) -> None:
-    with pytest.raises(urllib.error.HTTPError) as raised:
-        generate(server, [5, wrong, 7])
-    assert raised.value.code == 400
-    assert str(wrong) in raised.value.read().decode()
-    assert len(generate(server, [5, 6, 7])["output_ids"]) == 8
+    status, said = refusal(server, "/generate", {"input_ids": [5, wrong, 7]})
+    assert status == 400 and str(wrong) in said
+    assert len(ask(server, [5, 6, 7])["output_ids"]) == 8
 
 
 def test_openai_client(server: ServerProcess) -> None:
@@ -162,26 +127,17 @@ def test_openai_client(server: ServerProcess) -> None:
         {"role": "user", "content": "And then?"},
     ]
     flood(server)
-    restored = stats(server).get("restored_tokens", 0)
+    restored = numbers(server).get("restored_tokens", 0)
     second = client.chat.completions.create(messages=messages, **options)
     assert second.usage is not None and second.usage.prompt_tokens_details is not None
     cached = second.usage.prompt_tokens_details.cached_tokens or 0
     assert cached >= 64
-    assert stats(server)["restored_tokens"] - restored == cached
-
-
-def refusal(server: ServerProcess, path: str, body: Any) -> tuple[int, str]:
-    """Status and message of a request that is not served."""
-    with pytest.raises(urllib.error.HTTPError) as raised:
-        post(f"{server.url}{path}", body)
-    told = json.load(raised.value)
-    return raised.value.code, told.get("error", told)["message"]  # OpenAI's routes have no "error"
+    assert numbers(server)["restored_tokens"] - restored == cached
 
 
 def pins(server: ServerProcess, salt: str | None = None) -> Any:
     query = "" if salt is None else f"?cache_salt={salt}"
-    with urllib.request.urlopen(f"{server.url}/hc/pins{query}", timeout=HANGS_S) as reply:
-        return json.load(reply)
+    return get(server, f"/hc/pins{query}")
 
 
 def test_the_openai_client_pins_a_session(server: ServerProcess) -> None:
@@ -204,7 +160,7 @@ def test_the_openai_client_pins_a_session(server: ServerProcess) -> None:
     assert 0 < shown["pins"][0]["blocks"] == shown["blocks"] <= shown["max_blocks"]
     assert 300 - took <= shown["pins"][0]["expires_in_s"] <= 300
     assert pins(server)["pins"] == [], "another namespace"
-    assert stats(server)["pins"] == 1
+    assert numbers(server)["pins"] == 1
     for wish, part in (
         ({"session": "s1"}, "ttl_s"),
         ({"ttl_s": -1}, "> 0"),
@@ -222,7 +178,7 @@ def test_salt_and_key_are_two_parts_of_a_namespace(server: ServerProcess) -> Non
 
     def cached(**parts: Any) -> int:
         body = {"model": "default", "prompt": tokens, "max_tokens": 1, **parts}
-        usage = post(f"{server.url}/v1/completions", body)["usage"]
+        usage = post(server, "/v1/completions", body)["usage"]
         return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
 
     assert cached(cache_salt="acme2") == 0
@@ -239,8 +195,8 @@ def test_pins_over_http(server: ServerProcess) -> None:
     tokens = prompt(77, 200)
     wish = {"session": "http", "ttl_s": 3000}
     assert refusal(server, "/hc/pin", {**wish, "input_ids": tokens})[0] == 404
-    generate(server, tokens)
-    assert post(f"{server.url}/hc/pin", {**wish, "input_ids": tokens}) == {**wish, "blocks": 4}
+    ask(server, tokens)
+    assert post(server, "/hc/pin", {**wish, "input_ids": tokens}) == {**wish, "blocks": 4}
     assert [pin["session"] for pin in pins(server)["pins"]] == ["http"]
     for body, part in (
         ({**wish}, "input_ids or"),
@@ -253,7 +209,7 @@ def test_pins_over_http(server: ServerProcess) -> None:
     ):
         status, message = refusal(server, "/hc/pin", body)
         assert status == 400 and part in message
-    assert post(f"{server.url}/hc/unpin", {"session": "http"}) == {"session": "http"}
+    assert post(server, "/hc/unpin", {"session": "http"}) == {"session": "http"}
     assert refusal(server, "/hc/unpin", {"session": "http"})[0] == 404
     assert pins(server)["pins"] == []
 
@@ -263,17 +219,17 @@ def test_pins_of_one_namespace_are_bounded(server: ServerProcess) -> None:
     held = 0
     for number in range(most):
         tokens = prompt(1000 + number, 500)
-        generate(server, tokens, 1)
+        ask(server, tokens, 1)
         body = {"session": f"s{number}", "ttl_s": 3600, "input_ids": tokens}
         if held + 8 > most:
             status, message = refusal(server, "/hc/pin", body)
             assert status == 409 and "unpin another session" in message
             break
-        held += post(f"{server.url}/hc/pin", body)["blocks"]
+        held += post(server, "/hc/pin", body)["blocks"]
     else:
         raise AssertionError("nothing was refused")
     for pin in pins(server)["pins"]:
-        post(f"{server.url}/hc/unpin", {"session": pin["session"]})
+        post(server, "/hc/unpin", {"session": pin["session"]})
 
 
 def test_frontend_program(server: ServerProcess) -> None:
@@ -347,7 +303,7 @@ def test_sglangs_mooncake_trace_reader(server: ServerProcess, mooncake: Path) ->
     for text in asyncio.run(prompts()):
         sampling = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
         body = {"text": text, "sampling_params": sampling}
-        replies.append(post(f"{server.url}/generate", body))
+        replies.append(post(server, "/generate", body))
     assert len(replies) == 6
     assert [r["output_ids"] for r in replies[:3]] == [r["output_ids"] for r in replies[3:]]
     assert all(reply["meta_info"]["cached_tokens"] >= 128 for reply in replies[3:])
@@ -367,14 +323,11 @@ def test_our_benchmark_replays_a_mooncake_trace(
 
 
 def test_disabled_it_is_plain_sglang(models: None, tmp_path: Path) -> None:
-    with ServerProcess(
-        "sglang_hc.launch_server", (*COMMON, "--hc-disable"), ENV, tmp_path / "log"
-    ) as plain:
-        first = generate(plain, prompt(1, 200))
+    with start(tmp_path / "log", "--hc-disable", "--enable-cache-report") as plain:
+        first = ask(plain, prompt(1, 200))
         flood(plain)
-        again = generate(plain, prompt(1, 200))
-        with urllib.request.urlopen(f"{plain.url}/server_info", timeout=HANGS_S) as reply:
-            state = json.load(reply)["internal_states"][0]
+        again = ask(plain, prompt(1, 200))
+        state = get(plain, "/server_info")["internal_states"][0]
     assert again["output_ids"] == first["output_ids"]
     assert again["meta_info"]["cached_tokens"] == 0
     assert "hc" not in state

@@ -10,13 +10,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from support.core import Core, run_in_child
+from support.prompts import prompt
 from support.speculation import NGRAM, ROWS, SpeculativeCore, throw_known_coins
 from support.speculative_talks import (
     MODEL,
@@ -34,10 +34,6 @@ from support.speculative_talks import (
 pytestmark = pytest.mark.long
 
 
-def plainly() -> Told:
-    return converse(Core(*ROOMY, model=MODEL), evict=False)
-
-
 def speculatively(taught: list[int]) -> Told:
     return converse(SpeculativeCore(*NGRAM, *ROOMY, taught=[taught], model=MODEL), evict=False)
 
@@ -46,11 +42,6 @@ def evicted(taught: list[int], overlap: bool, *flags: str) -> Told:
     core = SpeculativeCore(*NGRAM, *TIGHT, *flags, taught=[taught], overlap=overlap, model=MODEL)
     assert core.scheduler.enable_overlap == overlap
     return converse(core, evict=True)
-
-
-@pytest.fixture(scope="module")
-def plain(models: None) -> Told:
-    return run_in_child(plainly)
 
 
 @pytest.fixture(scope="module")
@@ -117,20 +108,20 @@ def test_rejected_rows_would_be_noticed(plain: Told) -> None:
 def test_a_new_process_goes_on_from_disk(
     plain: Told, kept: Told, tmp_path: Path, form: str
 ) -> None:
-    given = (NGRAM, form, str(tmp_path / "d"), plain.history)
-    begun = run_in_child(first_turn, *given)
-    told, _ = run_in_child(later_turns, *given, begun.history)
+    server = (NGRAM, form, str(tmp_path / "d"), plain.history)
+    begun = run_in_child(first_turn, *server)
+    told, _ = run_in_child(later_turns, begun.history, *server)
     assert begun.tokens + told.tokens == plain.tokens
     assert begun.verified + told.verified == kept.verified
     assert told.cached[0] == (0, 0, (len(begun.history) - 1) // 64 * 64)
 
 
-PROMPTS = [random.Random(i).choices(range(3, 900), k=60 + 7 * i) for i in range(5)]
+PROMPTS = [prompt(i, 60 + 7 * i) for i in range(5)]
 
 
 def all_at_once(core: Core) -> list[list[int]]:
     """Five conversations of two turns, each turn's requests together."""
-    told = [list(prompt) for prompt in PROMPTS]
+    told = [list(said) for said in PROMPTS]
     for turn in range(2):
         rids = [core.submit([*known, turn + 3], 24 + i) for i, known in enumerate(told)]
         core.run()
@@ -192,18 +183,6 @@ def test_retraction_loses_nothing(
     assert stats["host_staged_slots"] == 0
 
 
-def abort_later(core: Core, rid: str, passes: int) -> None:
-    """Abort a request in the pass of this number, counted from here."""
-    due = core.passes + passes
-
-    def receive() -> list[Any]:
-        if core.passes == due:
-            core.abort(rid)
-        return core.receive()
-
-    core.scheduler.request_receiver = SimpleNamespace(recv_requests=receive)
-
-
 def all_aborted(
     speculation: tuple[str, ...], taught: list[list[int]], form: str, overlap: bool
 ) -> tuple[list[list[int]], list[int]]:
@@ -214,14 +193,18 @@ def all_aborted(
     core = SpeculativeCore(*speculation, *flags, taught=taught, overlap=overlap, model=MODEL)
     aborted = []
     for passes in (2, 3, 4, 5):
-        rids = [core.submit([*prompt, 3], 24 + i) for i, prompt in enumerate(PROMPTS[:2])]
-        abort_later(core, rids[0], passes)
-        core.run()
+        rids = [core.submit([*said, 3], 24 + i) for i, said in enumerate(PROMPTS[:2])]
+
+        def abort(number: int, rid: str = rids[0], due: int = passes + 1) -> None:
+            if number == due:
+                core.abort(rid)
+
+        core.run(each_pass=abort)
         core.settle()
         aborted.append(len(core.requests[rids[0]].output_ids))
         core.evict()
         core.flood(random.Random(passes), 2 * POOL)
-    found = [core.ask([*prompt, 3], 24 + i).tokens for i, prompt in enumerate(PROMPTS[:2])]
+    found = [core.ask([*said, 3], 24 + i).tokens for i, said in enumerate(PROMPTS[:2])]
     core.settle()
     return found, aborted
 
@@ -239,7 +222,7 @@ def test_an_abort_between_verify_passes_loses_nothing(
 ) -> None:
     speculation = NGRAM if algorithm == "NGRAM" else draft_model(tmp_path, algorithm, "tree")
     found, aborted = run_in_child(all_aborted, speculation, all_plain, form, overlap)
-    starts = [len(prompt) + 1 for prompt in PROMPTS[:2]]
+    starts = [len(said) + 1 for said in PROMPTS[:2]]
     assert found == [
         told[start : start + 24 + i]
         for i, (told, start) in enumerate(zip(all_plain, starts, strict=False))

@@ -15,7 +15,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from support.core import MODELS, Core, run_in_child
+from support.core import MODELS, run_in_child
+from support.disk_store import block_files, spoil_pages
 from support.speculation import SpeculativeCore
 from support.speculative_talks import (
     MODEL,
@@ -35,15 +36,6 @@ from support.speculative_talks import (
 )
 
 pytestmark = pytest.mark.long
-
-
-def plainly() -> Told:
-    return converse(Core(*ROOMY, model=MODEL), evict=False)
-
-
-@pytest.fixture(scope="module")
-def plain(models: None) -> Told:
-    return run_in_child(plainly)
 
 
 Drafts = Callable[[str, str], tuple[tuple[str, ...], Drafted]]
@@ -175,16 +167,6 @@ def anew(speculation: tuple[str, ...], history: list[int]) -> tuple[Told, list[l
     return converse(core, False, history, range(1, TURNS)), core.proposed
 
 
-def damage(folder: Path) -> None:
-    """Every block on disk has a wrong byte in each of its pages."""
-    for block in folder.glob("sglang-hc/*-*/?/?/*"):
-        if block.is_file():
-            with block.open("r+b") as file:
-                for position in range(0, block.stat().st_size, 4096):
-                    file.seek(position + 1234)
-                    file.write(b"\xa5")
-
-
 @pytest.mark.parametrize(
     ("algorithm", "shape", "form", "spoil"),
     [
@@ -215,11 +197,13 @@ def test_a_new_process_goes_on_from_disk(
     the model would have said next."""
     speculation, kept = drafts(algorithm, shape)
     folder = tmp_path / "d"
-    begun = run_in_child(first_turn, speculation, form, str(folder), [])
+    server = (speculation, form, str(folder), [])
+    begun = run_in_child(first_turn, *server)
     assert begun.tokens == plain.tokens[:1] and begun.verified == kept.told.verified[:1]
     if spoil:
-        damage(folder)
-    told, proposed = run_in_child(later_turns, speculation, form, str(folder), [], begun.history)
+        for path in block_files(folder):
+            spoil_pages(path)
+    told, proposed = run_in_child(later_turns, begun.history, *server)
     new, wanted = run_in_child(anew, speculation, begun.history)
     assert told.tokens == new.tokens == plain.tokens[1:]
     assert told.verified == new.verified

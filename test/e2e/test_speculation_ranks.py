@@ -5,14 +5,13 @@ The reference is the same engine without the tiers, on two ranks whose device ne
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
-from support.core import Core, run_in_child
 from support.ranked_core import RankedCore, run_ranks
+from support.ranked_turns import decisions
 from support.speculation import NGRAM, SpeculativeCore
 from support.speculative_talks import (
     MODEL,
@@ -37,16 +36,6 @@ class Spoken(NamedTuple):
     accepted: list[list[list[int]]]
 
 
-def plainly() -> list[int]:
-    return converse(Core(*ROOMY, model=MODEL), evict=False).history
-
-
-@pytest.fixture(scope="module")
-def history(models: None) -> list[int]:
-    """What is proposed from, where an oracle proposes."""
-    return run_in_child(plainly)
-
-
 def speak(rank: int, port: int, taught: list[int], evict: bool, warm: bool, *flags: str) -> Spoken:
     core = RankedSpeculativeCore(rank, port, *flags, taught=[taught], model=MODEL)
     sampling = {"temperature": 0.9} if warm else {}
@@ -54,14 +43,6 @@ def speak(rank: int, port: int, taught: list[int], evict: bool, warm: bool, *fla
     if evict:
         core.tree.release_host_resources()
     return Spoken(told, core.proposed, core.accepted)
-
-
-def decisions(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """The trace of a rank. Token ids are made unreadable by a secret of each file."""
-    lines = [json.loads(line) for line in (folder / f"t.jsonl.tp{rank}").open()]
-    for line in lines:
-        line.pop("tokens", None)
-    return lines
 
 
 @pytest.mark.parametrize(
@@ -83,7 +64,7 @@ def decisions(folder: Path, rank: int) -> list[dict[str, Any]]:
     ],
 )
 def test_two_ranks_propose_and_keep_alike(
-    history: list[int],
+    plain: Told,
     tmp_path: Path,
     algorithm: str,
     shape: str,
@@ -92,15 +73,15 @@ def test_two_ranks_propose_and_keep_alike(
 ) -> None:
     ngram = algorithm == "NGRAM"
     flags = NGRAM if ngram else draft_model(tmp_path / "draft", algorithm, shape)
-    kept = run_ranks(speak, history, False, warm, *flags, *ROOMY)
+    kept = run_ranks(speak, plain.history, False, warm, *flags, *ROOMY)
     own = ("--hc-forms", form, "--hc-disk", f"{tmp_path}/d:1", "--hc-trace", f"{tmp_path}/t.jsonl")
-    found = run_ranks(speak, history, True, warm, *flags, *TIGHT, *own)
+    found = run_ranks(speak, plain.history, True, warm, *flags, *TIGHT, *own)
     assert kept[0] == kept[1]
     for of_rank, wanted in zip(found, kept, strict=True):
         check_same(of_rank.told, wanted.told)
         assert of_rank.proposed == wanted.proposed
         assert of_rank.accepted == wanted.accepted
-    trace = decisions(tmp_path, 0)
-    assert trace == decisions(tmp_path, 1) and len(trace) > 30
+    trace, other = (decisions(tmp_path / f"t.jsonl.tp{rank}") for rank in (0, 1))
+    assert trace == other and len(trace) > 30
     if ngram and not warm:
         assert len({count for _, counts in kept[0].told.verified for count in counts}) > 3

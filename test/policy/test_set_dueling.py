@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hc.policy.eviction import EvictionPolicy, make_policy
+from sglang_hc.policy.eviction import EvictionPolicy
 from sglang_hc.policy.set_dueling import SetDueling, bucket_of
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.tools.simulator.disk import DiskBlock
+from sglang_hc.tools.simulator.policies import policy_named
 from support.examples import examples
 
 SLOTS = 20
@@ -21,7 +22,7 @@ class Tier:
     """Single blocks in SLOTS slots, without a queue."""
 
     def __init__(self, name: str, **options: bool) -> None:
-        self.policy: EvictionPolicy[DiskBlock] = make_policy(name, LookAhead(), **options)
+        self.policy: EvictionPolicy[DiskBlock] = policy_named(name, LookAhead(), **options)
         self.blocks: dict[int, DiskBlock] = {}
         self.hits = 0
 
@@ -51,7 +52,7 @@ LOOP = list(range(30)) * 20
 
 def test_over_a_loop_that_does_not_fit_a_part_of_it_stays():
     assert hits("lru", LOOP) == 0
-    assert hits("queue", LOOP, by_age=True) == 0
+    assert hits("queue", LOOP, disk=True) == 0
     assert hits("queue", LOOP) > 0.5 * len(LOOP) * SLOTS / 30
 
 
@@ -166,6 +167,6 @@ def test_a_duel_begins_so_often_that_256_are_open_until_patience_ends():
     duels, blocks = SetDueling(), 25600
     duels.begin(b"old", 30, b"young", blocks)
     for number in range(8 * blocks // 256):
-        assert not duels.is_due
+        assert not duels.may_begin
         duels.entered(number.to_bytes(2, "big"), blocks)
-    assert duels.is_due
+    assert duels.may_begin

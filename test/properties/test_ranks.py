@@ -24,13 +24,12 @@ from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.copy_streams import OwnPaceStream
+from support.disk_machine import FAILURES, DiskMachine
 from support.examples import examples
 from support.fake_io import FakeIo
 from support.fake_store import FakeStoreIo
 from support.several_ranks import Group, Notes, together
-
-from .test_disk_tier_machine import FAILURES, DiskMachine
-from .test_tiers_machine import TiersMachine
+from support.tiers_machine import TiersMachine
 
 SEEN: Counter[str] = Counter()
 

@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from restore.test_restore_pass import LENGTH, Bench, check, token
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.queue.requests import Waiting
 from sglang_hc.restore.arrival import LateLayer, LayerArrival
@@ -28,6 +27,7 @@ from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from sglang_hc.tree.promotions import Promotion
 from support.examples import examples
+from support.restore_bench import LENGTH, Bench, check, token
 from support.restores import FRAME, expected, host_with, path_tokens
 from support.streams import COMPUTE, COPIES, SIDE, SimulatedCopyStream, StreamDevice, StreamPool
 from support.tiers import CPU, PARTS

@@ -6,8 +6,11 @@ needs an accelerator, so nothing is pinned. The rest is its own code with its ba
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from support.core import MODELS, Core
 
 RANK = 4
 
@@ -17,8 +20,6 @@ def write_adapter(folder: Path, seed: int, model: str) -> str:
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig
-
-    from support.core import MODELS
 
     config = AutoConfig.from_pretrained(MODELS / model)
     head = config.hidden_size // config.num_attention_heads
@@ -40,6 +41,21 @@ def write_adapter(folder: Path, seed: int, model: str) -> str:
     about = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": sorted(sizes)}
     (folder / "adapter_config.json").write_text(json.dumps(about))
     return str(folder)
+
+
+def adapter_flags(paths: Mapping[str, str], at_once: int) -> tuple[str, ...]:
+    """Flags of an engine with these adapters, by name, so many of them on the device at once. A
+    process that has no GPU pins nothing from then on."""
+    pin_nothing()
+    named = (f"{name}={path}" for name, path in paths.items())
+    back_end = ("--lora-backend", "torch_native", "--max-loras-per-batch", str(at_once))
+    return ("--lora-paths", *named, *back_end)
+
+
+def adapter_ids(core: Core) -> dict[str, str]:
+    """By name."""
+    refs = core.scheduler.tp_worker.model_runner.lora_manager.lora_refs
+    return {ref.lora_name: lora for lora, ref in refs.items()}
 
 
 def pin_nothing() -> None:

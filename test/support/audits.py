@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import random
 from typing import Any
 
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.core import Core
+from support.prompts import in_store, on_disk
 
 FLAGS = ("--hc-host-size-gb", "0.2", "--hc-restore", "always")
 POOL = ("--max-total-tokens", "768")
 ALL = ("--hc-audit", "1")
-
-
-def prompt(seed: int, length: int = 200) -> list[int]:
-    return random.Random(seed).choices(range(3, 900), k=length)
 
 
 def server(form: str, *flags: str, dtype: str = "float32", **options: Any) -> Core:
@@ -25,20 +20,16 @@ def server(form: str, *flags: str, dtype: str = "float32", **options: Any) -> Co
 
 def below(tier: str, folder: str) -> tuple[str, ...]:
     """Flags of what is below host memory."""
-    if tier == "disk":
-        return ("--hc-disk", f"{folder}:1")
-    if tier == "remote":
-        return ("--hc-remote", "file", "--hc-remote-config", json.dumps({"dir": folder}))
-    return ()
+    flags = {"host": (), "disk": on_disk(folder), "remote": in_store(folder)}
+    return flags[tier]
 
 
 def leave(core: Core, tier: str) -> None:
     """All that is known leaves for this tier."""
+    if tier != "host":
+        return core.forget()
     core.settle()
-    if tier == "host":
-        core.evict()
-    else:
-        assert core.scheduler.flush_cache()
+    return core.evict()
 
 
 def audit_all(core: Core) -> dict[str, int]:

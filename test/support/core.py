@@ -19,9 +19,13 @@ from typing import Any
 
 from support.profiles import FREE_LOADING
 from support.rendezvous import rendezvous
-from support.waiting import HANGS_S
+from support.tokenizer import tokenizers_part
+from support.waiting import never_late
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
+
+Once = Callable[..., Any]
+"""The fixture `once` of e2e/conftest.py."""
 
 
 class Idle(BaseException):
@@ -96,11 +100,13 @@ class Core:
         self._names = itertools.count()
         self._quiet = 0
         self._steps: int | None = None
+        self._each_pass: Callable[[int], None] | None = None
+        self._before = 0
         self.passes = 0
 
     def _connect(self) -> None:
         """Have the scheduler receive what `submit` hands in."""
-        self.scheduler.request_receiver = SimpleNamespace(recv_requests=self.receive)
+        self.scheduler.request_receiver = SimpleNamespace(recv_requests=self._begin_pass)
 
     @property
     def model_state(self) -> Any:
@@ -136,9 +142,11 @@ class Core:
         from sglang.srt.sampling.sampling_params import SamplingParams
 
         sampling = {"temperature": 0.0, **sampling, "max_new_tokens": new, "ignore_eos": True}
-        tokens, salt, sampling, dropped = self._cut(list(tokens), salt, sampling)
+        limit = self.scheduler.max_req_input_len
+        length, tokens = len(tokens), list(tokens)
+        salt, sampling = tokenizers_part(self.args, limit, tokens, salt, sampling)
         if logprobs_from is not None:
-            logprobs_from -= dropped
+            logprobs_from -= length - len(tokens)
         params = SamplingParams(**sampling)
         params.normalize(None)
         if rid is None:  # SGLang aborts all whose id begins with that of the abort
@@ -163,36 +171,20 @@ class Core:
         )
         return rid
 
-    def _cut(
-        self, tokens: list[int], salt: str | None, sampling: dict[str, Any]
-    ) -> tuple[list[int], str | None, dict[str, Any], int]:
-        """What the tokenizer process makes of a prompt: its tokens, its key, its options, tokens
-        dropped."""
-        from sglang_hc.srt.requests.namespaces import client_key
-        from sglang_hc.srt.requests.overflow import cut_prompt
-
-        request = SimpleNamespace(
-            sampling_params=sampling,
-            extra_key=client_key(None, salt),
-            return_logprob=False,
-            contains_mm_input=lambda: False,
-            input_embeds=None,
-            session_params=None,
-        )
-        length, limit = len(tokens), self.scheduler.max_req_input_len
-        tokenizer = SimpleNamespace(server_args=self.args, max_req_input_len=limit)
-        cut_prompt(tokenizer, request, tokens)
-        return tokens, request.extra_key, request.sampling_params, length - len(tokens)
-
     def abort(self, rid: str) -> None:
         from sglang.srt.managers.io_struct import AbortReq
 
         self.inbox.append(AbortReq(rid=rid))
 
-    def run(self, steps: int | None = None) -> None:
-        """Run the event loop until nothing is left to do, or for a number of its iterations."""
+    def run(self, steps: int | None = None, each_pass: Callable[[int], None] | None = None) -> None:
+        """Run the event loop until nothing is left to do, or for a number of its iterations.
+
+        each_pass: is told the number of each pass at its top, 1 for the first, before the pass
+        receives requests.
+        """
         self._quiet = 0
         self._steps = steps
+        self._each_pass, self._before = each_pass, self.passes
         try:
             self.scheduler.run_event_loop()
         except Idle:
@@ -249,6 +241,11 @@ class Core:
         self.tree.evict(EvictParams(num_tokens=self.scheduler.max_total_num_tokens))
         assert self.tree.evictable_size() == 0
 
+    def forget(self) -> None:
+        """Everything that is known leaves, except what lies below host memory."""
+        self.settle()
+        assert self.scheduler.flush_cache()
+
     def believe_profile(self) -> None:
         """What is seen from now on corrects no cost, and nothing that the costs refuse is tried:
         for tests of decisions by stated costs."""
@@ -265,6 +262,11 @@ class Core:
             length = min(size // 2, tokens)
             self.ask([rng.randrange(3, vocabulary) for _ in range(length)], 1, salt="flood")
             done += length
+
+    def push_out(self) -> None:
+        """Save what there is, then have others write over every slot of the device pool."""
+        self.tree.tiers.drain()
+        self.flood(random.Random(1), 2 * self.scheduler.max_total_num_tokens)
 
     def settle(self) -> None:
         """Wait for what is being saved, then check every invariant."""
@@ -304,6 +306,11 @@ class Core:
         key = RadixKey(array("q", tokens), client_namespace(None, salt))
         return self.tree.match_prefix(MatchPrefixParams(key=key)).device_indices
 
+    def _begin_pass(self) -> list[Any]:
+        if self._each_pass is not None:
+            self._each_pass(self.passes - self._before + 1)
+        return self.receive()
+
     def receive(self) -> list[Any]:
         self.passes += 1
         inbox, self.inbox = self.inbox, []
@@ -326,21 +333,6 @@ class Core:
             return original(req, *args, **kwargs)
 
         return add
-
-
-def never_late() -> None:
-    """Nothing that comes counts as late in this process. On a busy machine it would be computed,
-    and what a test finds restored would depend on how busy."""
-    from sglang_hc.queue import meeting, prefetch
-    from sglang_hc.ranks import ballot
-    from sglang_hc.store import disk_tier, executor
-    from sglang_hc.store.disk import threads
-    from sglang_hc.store.remote import blocks
-
-    prefetch.PATIENCE = meeting.PATIENCE = HANGS_S
-    threads.PATIENCE = threads.Patience(silent_s=HANGS_S)
-    disk_tier.DRAIN_S = executor.DRAIN_S = ballot.SETTLE_S = HANGS_S
-    disk_tier.READ_DEADLINE_S = blocks.LOOKUP_S = HANGS_S
 
 
 def use_one_thread() -> None:

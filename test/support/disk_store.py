@@ -155,6 +155,14 @@ def flip(path: Path, at: int, mask: int = 1) -> None:
     path.write_bytes(content)
 
 
+def spoil_pages(path: Path, header: bool = True) -> None:
+    """A byte of each page of a file is another one. header: of its first page too."""
+    content = bytearray(path.read_bytes())
+    for place in range(700 if header else 4096 + 700, len(content), 4096):
+        content[place] ^= 1
+    path.write_bytes(content)
+
+
 def check_ledgers(store: DiskStore) -> None:
     """What servers believe that files take is what they take, when nobody is at work."""
     for directory in store.directories:
@@ -262,6 +270,13 @@ class FaultyBackend(DirectBackend):
     def sync_directory(self, path: str) -> None:
         self.faults.on_sync(path)
         super().sync_directory(path)
+
+
+def open_with(faults: Faults, clock: Callable[[], float] | None = None) -> None:
+    """Stores that a server opens in this process from now on, a child of a test, have these
+    faults."""
+    opened, given = DiskStore.open, {} if clock is None else {"clock": clock}
+    DiskStore.open = lambda *args: opened(*args, backend=FaultyBackend(faults), **given)
 
 
 class _FaultyFile:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
-
-from support.core import Core
 
 
-def when(core: Core, condition: Callable[[], bool], action: Callable[[], None]) -> list[bool]:
-    """Call `action` once, at the first scheduling pass at which `condition` holds."""
-    called: list[bool] = []
+class When:
+    """For `Core.run`: calls `action` once, in the first pass at which `condition` holds."""
 
-    def receive() -> list[Any]:
-        if not called and condition():
-            called.append(True)
-            action()
-        return core.receive()
+    def __init__(self, condition: Callable[[], bool], action: Callable[[], object]) -> None:
+        self._condition, self._action = condition, action
+        self.called = False
 
-    core.scheduler.request_receiver = SimpleNamespace(recv_requests=receive)
-    return called
+    def __call__(self, number: int) -> None:
+        if not self.called and self._condition():
+            self.called = True
+            self._action()

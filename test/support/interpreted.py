@@ -67,10 +67,10 @@ def gathers(pool: Any, slots: Any) -> dict[str, Any]:
     """Reads of the KV pool by both ways, with a ring for `rows` rows in a piece; then with kernels
     that are wrong."""
     import torch
+    from sglang_hc_kernels import choice
 
     from sglang_hc.capture.direct import DeviceRing
-    from sglang_hc.srt.model import kv_pool
-    from sglang_hc.srt.model.kv_pool import KvPoolRows
+    from sglang_hc.srt.model.kv_pool import KvPoolRows, gather
 
     rows = KvPoolRows(pool, None)
     layers = range(1, rows.num_layers)
@@ -83,14 +83,15 @@ def gathers(pool: Any, slots: Any) -> dict[str, Any]:
         return kernels.PointerTable(buffers)
 
     def seconds(work: Any) -> float:
-        name = "torch" if work.args[0] is kv_pool.gather else "kernel"
+        name = "torch" if work.args[0] is gather else "kernel"
         work.func(lambda pool, layers, slots, targets, at: timed.append((name, len(slots))))
         return 1.0 if name == "torch" else 0.5
 
     def chosen(piece: int, **changed: Any) -> str:
         ring = DeviceRing(4 * piece * len(layers) * sum(rows.part_bytes), torch.device("cpu"))
-        ways = kv_pool.gathers(SimpleNamespace(**vars(kernels) | changed))
-        return kv_pool.choose_gather(rows, layers, ways, slots, ring, seconds)
+        kernel = choice.KernelGather(SimpleNamespace(**vars(kernels) | changed))
+        ways = {"torch": gather, "kernel": kernel}
+        return choice.choose_gather(rows, layers, ways, slots, ring, seconds)
 
     def one_row_on(table: Any, slots: Any, staging: Any) -> None:
         kernels.gather_rows(table, slots.roll(1), staging)
@@ -102,15 +103,18 @@ def gathers(pool: Any, slots: Any) -> dict[str, Any]:
     found["when_wrong"] = chosen(20, gather_rows=one_row_on)
     found["when_it_fails"] = chosen(20, gather_rows=fails)
     found["all_slots"] = chosen(10**4)
-    found["alone"] = list(kv_pool.gathers(None))
+    ring = DeviceRing(1 << 20, torch.device("cpu"))
+    found["served"] = getattr(
+        choice.fastest_gather(rows, layers, slots, ring), "__name__", "kernel"
+    )
     # What a commit calls: rows of some layers into the middle of its target.
-    rows = KvPoolRows(pool, None, read=kv_pool.gathers(kernels)["kernel"])
+    rows = KvPoolRows(pool, None, read=choice.KernelGather(kernels))
     target = [
         torch.full((len(layers), 9, width), 7, dtype=torch.uint8) for width in rows.part_bytes
     ]
     wanted = [part.clone() for part in target]
     rows.gather(layers, slots[3:8], target, 2)
-    kv_pool.gather(rows, layers, slots[3:8], wanted, 2)
+    gather(rows, layers, slots[3:8], wanted, 2)
     same = all(torch.equal(a, b) for a, b in zip(target, wanted, strict=True))
     found["into_the_middle"] = same and any(bool(part.ne(7).any()) for part in target)
     return found
@@ -141,6 +145,7 @@ def scratch_is_gone(runner: Any, layers: list[Any]) -> bool:
 def found_of(model: str) -> dict[str, Any]:
     core = Core("--max-total-tokens", "256", "--dtype", "float32", "--hc-disable", model=model)
     import torch
+    from sglang_hc_kernels import choice
 
     from sglang_hc.srt.model import families, projection
 
@@ -149,7 +154,7 @@ def found_of(model: str) -> dict[str, Any]:
     assert family is not None
     layers = families.layer_modules(runner.model, family)
     context = runner.model_config.context_len
-    slots = core.scheduler.token_to_kv_pool_allocator.alloc(projection.CHECKED_ROWS)
+    slots = core.scheduler.token_to_kv_pool_allocator.alloc(choice.CHECKED_ROWS)
     kernels = interpreted()
     timed: list[str] = []
 
@@ -158,8 +163,8 @@ def found_of(model: str) -> dict[str, Any]:
         timed.append(getattr(way, "func", way).__name__.removeprefix("by_"))
         return 1.0 - len(timed) / 1000  # the last one is the fastest
 
-    ways = projection.projections(kernels, layers, context)
-    chosen = projection.choose(
+    ways = choice.projections(layers, context, kernels)
+    chosen = choice.choose_projection(
         runner.token_to_kv_pool, layers, ways, slots.to(torch.int64), context, seconds
     )
     found = {"ways": list(ways), "agree": sorted(set(timed)), "chosen": chosen}
@@ -170,28 +175,36 @@ def found_of(model: str) -> dict[str, Any]:
 
     wrong = SimpleNamespace(**{**vars(kernels), "kv_epilogue": off})
     timed.clear()
-    ways = projection.projections(wrong, layers, context)
-    projection.choose(
+    ways = choice.projections(layers, context, wrong)
+    choice.choose_projection(
         runner.token_to_kv_pool, layers, ways, slots.to(torch.int64), context, seconds
     )
     found["agree_when_wrong"] = sorted(set(timed))
-    found["ways_beyond_the_table"] = list(projection.projections(kernels, layers, 10**9))
+    found["ways_beyond_the_table"] = list(choice.projections(layers, 10**9, kernels))
+    # The server's own entrance; on a CPU the package's calls are torch's.
+    served = projection.projection_for(
+        runner.token_to_kv_pool, layers, slots.to(torch.int64), context
+    )
+    found["served"] = getattr(served, "func", served).__name__
+    layers[0].models_product = True
+    found["ways_where_bits_matter"] = list(choice.projections(layers, context, kernels))
+    layers[0].models_product = False
     # The middle layer alone, in a pool of its own, as it is measured before the KV pool is there;
     # and what the chosen way is run with afterwards, so that nothing is left to compile.
     from sglang_hc.srt.model.scratch_layer import scratch_pool
 
     middle = layers[len(layers) // 2]
-    ways = projection.projections(kernels, [middle], context)
+    ways = choice.projections([middle], context, kernels)
     ran: list[int] = []
 
     def counted(*args: Any) -> None:
         ran.append(len(args[-1]))
-        projection.by_fused(kernels, *args)
+        choice.by_fused(kernels, *args)
 
     timed.clear()
     pool = scratch_pool(middle, 64, torch.float32)
     ways["fused"] = counted
-    found["scratch_chosen"] = projection.choose(
+    found["scratch_chosen"] = choice.choose_projection(
         pool, [middle], ways, torch.arange(64), context,
         lambda work: 0.0 if work.args[0] is counted else 1.0, (1, 7, 900),
     )  # fmt: skip

@@ -50,7 +50,7 @@ class Entry(NamedTuple):
     snapshot_rows: int
     taps: float
     ring: float
-    twins: float
+    staging: float
     left: float
     reserve: float
     behind: float
@@ -110,7 +110,8 @@ def entry(gib: int, name: str, args: Any) -> Entry:
     frames, frame_bytes = CUDA_FRAMES
     return Entry(
         gib, name, args.chunked_prefill_size, args.cuda_graph_config.decode.max_bs, sizes.rows,
-        sizes.snapshot_rows, sizes.tap_bytes / GIB, sizes.ring_bytes / GIB, sizes.twin_bytes / GIB,
+        sizes.snapshot_rows, sizes.tap_bytes / GIB, sizes.ring_bytes / GIB,
+        sizes.staging_bytes / GIB,
         static - weights - sizes.bytes / GIB, gib - static,
         frames * frame_bytes / GIB + READ_BUFFER_GIB,
     )  # fmt: skip
@@ -121,7 +122,7 @@ def table(entries: list[Entry]) -> str:
     cards = list(dict.fromkeys(e.gpu for e in entries))
     rows: dict[str, list[str]] = {}
     for e in entries:
-        cell = f"{e.taps:.2f}, {e.ring:.2f}, {e.twins:.2f}; {e.kv_tokens:,}"
+        cell = f"{e.taps:.2f}, {e.ring:.2f}, {e.staging:.2f}; {e.kv_tokens:,}"
         rows.setdefault(e.model, []).append(cell)
     lines = ["| model | " + " | ".join(f"{gib} GB" for gib in cards) + " |"]
     lines += ["|---" * (len(cards) + 1) + "|"]

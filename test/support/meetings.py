@@ -4,7 +4,6 @@ scheduler; what the tests of meetings share."""
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.store.outcome import Outcome
 from support import profiles
 from support.core import Core, Reply
+from support.prompts import on_disk
 
 FLAGS = (
     "--max-total-tokens", "4000", "--dtype", "float32", "--hc-host-size-gb", "0.2",
@@ -94,14 +94,6 @@ class HeldDisk:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._io, name)
-
-
-def on_disk(folder: str) -> tuple[str, ...]:
-    return "--hc-disk", f"{folder}:1"
-
-
-def in_store(folder: str) -> tuple[str, ...]:
-    return "--hc-remote", "file", "--hc-remote-config", json.dumps({"dir": folder})
 
 
 def server(

@@ -111,9 +111,9 @@ class OrderedCore(Core):
         self._watch_long_lived()
         self.clocks.all_over()
 
-    def run(self, steps: int | None = None) -> None:
+    def run(self, steps: int | None = None, each_pass: Callable[[int], None] | None = None) -> None:
         with self.watch:
-            super().run(steps)
+            super().run(steps, each_pass)
 
     def settle(self) -> None:
         self.clocks.all_over()
@@ -202,5 +202,5 @@ def _with_device_memory(
     context = runner.model_config.context_len
     sizes = capture_memory.capture_sizes(runner.server_args, plan, layer, context, DEVICE_BYTES)
     ring = DeviceRing(sizes.ring_bytes, torch.device("cpu"))
-    twins = torch.empty(sizes.twin_bytes, dtype=torch.uint8)
-    return CaptureMemory(sizes, memory.taps, memory.verified, ring, twins)
+    staging = torch.empty(sizes.staging_bytes, dtype=torch.uint8)
+    return CaptureMemory(sizes, memory.taps, memory.verified, ring, staging)

@@ -1,13 +1,16 @@
-"""Two turns of a conversation on several ranks that forget everything between them, beside the same
-conversation that stays on the device."""
+"""Conversations on several ranks whose state leaves them, beside the same ones that stay on the
+device; and whether the ranks decided alike."""
 
 from __future__ import annotations
 
-import random
+import json
 from collections.abc import Callable
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from support.ranked_core import RankedCore
+from support.conversations import Outcome, compare, options
+from support.prompts import prompt
+from support.ranked_core import KINDS, RankedCore
 
 FLAGS = ("--max-total-tokens", "1600", "--dtype", "float32", "--hc-host-size-gb", "0.2")
 BLOCKS = 256
@@ -27,27 +30,50 @@ class Turns(NamedTuple):
     counted: dict[str, int]
 
 
+def engine(rank: int, port: int, kind: str, form: str, model: str, *below: str) -> RankedCore:
+    """below: flags of what is below host memory."""
+    return KINDS[kind](rank, port, "--hc-forms", form, *below, *FLAGS, model=model)
+
+
+def both_on_rank(
+    rank: int, port: int, kind: str, model: str, form: str, **env: str
+) -> tuple[Outcome, dict[str, Any]]:
+    """The conversations of `compare`, and the tiers' part of what /server_info shows then."""
+    core = KINDS[kind](rank, port, *options(form, "float32"), model=model, **env)
+    return compare(core), core.shown()
+
+
+def worst_of_stage(rank: Outcome) -> float:
+    """Largest error of the layers that a stage has, over all turns."""
+    return max(max(turn) for turn in rank.evicted["error"])
+
+
+def decisions(trace: Path) -> list[dict[str, Any]]:
+    """The trace of a rank, without what only it has: token ids are made unreadable by a secret of
+    each file, and a stage of a pipeline has layers of its own."""
+    lines = [json.loads(line) for line in trace.open()]
+    for line in lines:
+        line.pop("tokens", None)
+    if ".pp" in trace.name:
+        del lines[0]["slot_bytes"], lines[0]["layer_plan"]
+    return lines
+
+
 def prompts(name: str) -> tuple[list[int], list[int]]:
-    rng = random.Random(name)
-    return [rng.randrange(3, 900) for _ in range(200)], [rng.randrange(3, 900) for _ in range(20)]
-
-
-def forget(core: RankedCore) -> None:
-    """Everything forgets but what lies below host memory."""
-    core.settle()
-    assert core.scheduler.flush_cache()
+    both = prompt(name, 220)
+    return both[:200], both[200:]
 
 
 def talk(core: RankedCore, name: str, between: Callable[[], None] = lambda: None) -> Turns:
     """between: runs on all ranks after the first turn was saved and forgotten."""
-    prompt, follow = prompts(name)
-    said = core.ask(prompt, 60, "kept").tokens
-    wanted = core.ask([*prompt, *said, *follow], 24, "kept").tokens
+    first_prompt, follow = prompts(name)
+    said = core.ask(first_prompt, 60, "kept").tokens
+    wanted = core.ask([*first_prompt, *said, *follow], 24, "kept").tokens
     before = core.tree.tiers.counts()
-    first = core.ask(prompt, 60, name).tokens
-    forget(core)
+    first = core.ask(first_prompt, 60, name).tokens
+    core.forget()
     between()
-    reply = core.ask([*prompt, *first, *follow], 24, name)
+    reply = core.ask([*first_prompt, *first, *follow], 24, name)
     core.settle()
     counts = core.tree.tiers.counts()
     counted = {key: value - before.get(key, 0) for key, value in counts.items()}
@@ -61,22 +87,23 @@ def check_tokens(found: list[Turns]) -> None:
     assert len({turns.counted.get("restored_tokens", 0) for turns in found}) == 1
 
 
-def talk_and_stop(core: RankedCore) -> tuple[Turns, list[int]]:
+def talk_and_stop(rank: int, port: int, *server: str) -> tuple[Turns, list[int]]:
     """Two turns, and the reply to the first turn of a conversation that another server goes on
-    with: what of it is below host memory is all that is left."""
+    with: what of it is below host memory is all that is left. server: see `engine`."""
+    core = engine(rank, port, *server)
     turns = talk(core, "before")
-    prompt, _ = prompts("later")
-    left = core.ask(prompt, 60).tokens
+    left = core.ask(prompts("later")[0], 60).tokens
     core.settle()
     core.tree.release_host_resources()
     return turns, left
 
 
-def go_on(core: RankedCore) -> Turns:
+def go_on(rank: int, port: int, *server: str) -> Turns:
     """The second turn of that conversation, beside both turns that stay on the device."""
-    prompt, follow = prompts("later")
-    said = core.ask(prompt, 60, "kept").tokens
-    wanted = core.ask([*prompt, *said, *follow], 24, "kept").tokens
-    reply = core.ask([*prompt, *said, *follow], 24)
+    core = engine(rank, port, *server)
+    first, follow = prompts("later")
+    said = core.ask(first, 60, "kept").tokens
+    wanted = core.ask([*first, *said, *follow], 24, "kept").tokens
+    reply = core.ask([*first, *said, *follow], 24)
     core.settle()
     return Turns(said, wanted, said, reply.tokens, reply.storage, core.tree.tiers.counts())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import pytest
 
 from sglang_hc.tools.bench.server import ServerProcess
 from support.core import MODELS
@@ -27,27 +30,94 @@ def start(log: Path, *flags: str, env: Mapping[str, str] | None = None) -> Serve
     return ServerProcess("sglang_hc.launch_server", argv, {**ENV, **(env or {})}, log)
 
 
-def post(server: ServerProcess, path: str, body: dict[str, Any] | None = None) -> Any:
-    data = json.dumps(body or {}).encode()
-    request = urllib.request.Request(
-        server.url + path, data, {"Content-Type": "application/json"}, method="POST"
-    )
+def _read(request: str | urllib.request.Request) -> Any:
+    """An answer: what its JSON says, or its text."""
     with urllib.request.urlopen(request, timeout=HANGS_S) as reply:
-        return reply.read().decode()
+        text = reply.read().decode()
+    return json.loads(text) if text.startswith(("{", "[")) else text
+
+
+def get(server: ServerProcess, path: str) -> Any:
+    return _read(server.url + path)
+
+
+def posting(server: ServerProcess, path: str, body: Any = None) -> urllib.request.Request:
+    """Lone surrogates are sent as escapes, as a client may."""
+    data = json.dumps({} if body is None else body).encode()
+    return urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"})
+
+
+def post(server: ServerProcess, path: str, body: Any = None) -> Any:
+    return _read(posting(server, path, body))
+
+
+def refusal(server: ServerProcess, path: str, body: Any) -> tuple[int, str]:
+    """Status and text of the answer to a request that must not be served."""
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        post(server, path, body)
+    return raised.value.code, raised.value.read().decode()
+
+
+def ask(
+    server: ServerProcess, tokens: list[int], new: int = 8, sampling: Any = None, **options: Any
+) -> dict[str, Any]:
+    """SGLang's reply to a prompt. sampling: parameters besides. options: of the request."""
+    parameters = {"max_new_tokens": new, "temperature": 0, "ignore_eos": True, **(sampling or {})}
+    body = {"input_ids": tokens, "sampling_params": parameters, **options}
+    reply: dict[str, Any] = post(server, "/generate", body)
+    return reply
 
 
 def generate(server: ServerProcess, tokens: list[int], new: int) -> tuple[list[int], int]:
     """(tokens, how many of the prompt came from below the host tier)."""
-    sampling = {"max_new_tokens": new, "temperature": 0, "ignore_eos": True}
-    body = {"input_ids": tokens, "sampling_params": sampling}
-    reply = json.loads(post(server, "/generate", body))
+    reply = ask(server, tokens, new)
     details = reply["meta_info"]["cached_tokens_details"] or {}
     return reply["output_ids"], details.get("storage", 0)
 
 
+class Saved(NamedTuple):
+    """A history that lies below host memory as whole blocks, and the 16 tokens that follow it."""
+
+    history: list[int]
+    blocks: int
+    wanted: list[int]
+
+    @property
+    def answer(self) -> tuple[list[int], int]:
+        """What `generate` gives for it on a server that goes on from below."""
+        return self.wanted, self.blocks * 64
+
+
+def first_turn(server: ServerProcess, prompt: list[int], counter: str) -> Saved:
+    """A first turn, when each rank has counted all of its blocks as saved."""
+    history = prompt + generate(server, prompt, 40)[0]
+    blocks = len(history) // 64
+
+    def is_saved() -> bool:
+        found = numbers(server)
+        return all(one.get(counter, 0) >= blocks for one in found.get("ranks", [found]))
+
+    wait_for(is_saved)
+    wanted, stored = generate(server, history, 16)
+    assert stored == 0, "it was never forgotten"
+    return Saved(history, blocks, wanted)
+
+
+def ask_replica(
+    server: ServerProcess, tokens: list[int], replica: int
+) -> tuple[list[int], dict[str, int]]:
+    """24 greedy tokens of one replica, and where the prompt came from."""
+    reply = ask(server, tokens, 24, routed_dp_rank=replica)
+    return reply["output_ids"], reply["meta_info"]["cached_tokens_details"] or {}
+
+
+def replicas(server: ServerProcess) -> list[dict[str, Any]]:
+    """What each replica counted."""
+    return [state["hc"] for state in get(server, "/server_info")["internal_states"]]
+
+
 def numbers(server: ServerProcess) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{server.url}/server_info", timeout=HANGS_S) as reply:
-        return json.load(reply)["internal_states"][0]["hc"]
+    return replicas(server)[0]
 
 
 def wait_for(what: Callable[[], object]) -> None:

@@ -214,6 +214,3 @@ class SpeculativeCore(Core):
             return found
 
         return eagle_sample
-
-
-__all__ = ["NGRAM", "ROWS", "Oracle", "SpeculativeCore", "install", "throw_known_coins"]

@@ -277,21 +277,3 @@ def with_verification(forward_extend: Callable[..., Any]) -> Callable[..., Any]:
         return forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache)
 
     return extend
-
-
-__all__ = [
-    "assign_draft_locs",
-    "assign_extend_locs",
-    "build_tree",
-    "coins_by_position",
-    "draft_steps",
-    "fill_accepted",
-    "fill_bonus",
-    "gather_extras",
-    "reconstruct_indices",
-    "sample_by_position",
-    "verify_greedy",
-    "verify_sampled",
-    "with_verification",
-    "write_locs",
-]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from support.core import MODELS, Core
+from support.prompts import on_disk
 from support.speculation import SpeculativeCore
 
 MODEL = "llama-gqa"
@@ -60,6 +61,11 @@ def converse(
     return Told(history, tokens, cached, verified, core.tree.stats() if evict else {})
 
 
+def plainly() -> Told:
+    """Without speculation and tiers, on a device that never evicts."""
+    return converse(Core(*ROOMY, model=MODEL), evict=False)
+
+
 def check_same(found: Told, kept: Told) -> None:
     """found: of a conversation whose state left the device between its turns. It has the tokens and
     the acceptance of one that stayed, all that came before came back, and nothing was lost."""
@@ -74,20 +80,24 @@ def check_same(found: Told, kept: Told) -> None:
 # -- two servers, one after the other -------------------------------------------------------------
 
 
-def first_turn(speculation: Sequence[str], form: str, folder: str, taught: list[int]) -> Told:
-    flags = ("--hc-forms", form, "--hc-disk", f"{folder}:1")
-    core = SpeculativeCore(*speculation, *TIGHT, *flags, taught=[taught], model=MODEL)
+def beside_disk(
+    speculation: Sequence[str], form: str, folder: str, taught: list[int]
+) -> SpeculativeCore:
+    flags = (*TIGHT, "--hc-forms", form, *on_disk(folder))
+    return SpeculativeCore(*speculation, *flags, taught=[taught], model=MODEL)
+
+
+def first_turn(*server: Any) -> Told:
+    """server: see `beside_disk`."""
+    core = beside_disk(*server)
     told = converse(core, evict=False, turns=range(1))
     core.settle()
     return told
 
 
-def later_turns(
-    speculation: Sequence[str], form: str, folder: str, taught: list[int], told: list[int]
-) -> tuple[Told, list[list[int]]]:
+def later_turns(told: list[int], *server: Any) -> tuple[Told, list[list[int]]]:
     """Those behind `told`, and all proposals in them."""
-    flags = ("--hc-forms", form, "--hc-disk", f"{folder}:1")
-    core = SpeculativeCore(*speculation, *TIGHT, *flags, taught=[taught], model=MODEL)
+    core = beside_disk(*server)
     return converse(core, True, told, range(1, TURNS)), core.proposed
 
 
@@ -180,23 +190,3 @@ def scattered(accepted: list[list[list[int]]]) -> int:
     """Accepted paths whose rows do not lie one behind the other."""
     paths = [[row for row in path if row >= 0] for batch in accepted for path in batch]
     return sum(path != list(range(path[0], path[0] + len(path))) for path in paths)
-
-
-__all__ = [
-    "MODEL",
-    "POOL",
-    "ROOMY",
-    "SAID",
-    "SHAPES",
-    "TIGHT",
-    "TURNS",
-    "Drafted",
-    "Told",
-    "check_same",
-    "converse",
-    "draft_model",
-    "drafted",
-    "first_turn",
-    "later_turns",
-    "scattered",
-]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support.adapters import adapter_flags, adapter_ids
 from support.core import Core, Idle
 from support.storm_actions import (
     Abort,
@@ -30,7 +31,7 @@ from support.storm_actions import (
     Weights,
 )
 from support.storm_io import PASS_S, Weather, use
-from support.storm_oracle import Oracle, adapter_flags, adapter_ids, load_weights
+from support.storm_oracle import Oracle, load_weights
 from support.waiting import HANGS_S
 
 PASSES = 3000
@@ -127,7 +128,7 @@ class Player:
         if engine.adapters:
             for name, version in engine.adapters.items():
                 self._write_adapter(name, version)
-            flags += adapter_flags({name: self._path(name) for name in engine.adapters})
+            flags += adapter_flags({name: self._path(name) for name in engine.adapters}, 3)
         from support.meetings import halving_profile
 
         profile = {"profile": halving_profile(folder)} if engine.meets else {}

@@ -16,10 +16,9 @@ from typing import Any
 
 from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.store.block_io import BlockDone
-from sglang_hc.store.disk import DiskStore
 from sglang_hc.store.executor import Completion, Operation
 from sglang_hc.store.outcome import Outcome
-from support.disk_store import EIO, ENOSPC, Faults, FaultyBackend, failing
+from support.disk_store import EIO, ENOSPC, Faults, failing, open_with
 from support.storm_actions import Clock, Disk, Scatters
 from support.waiting import in_time, until
 
@@ -210,8 +209,7 @@ def use(weather: Weather) -> None:
     """The engine that this process builds is in this weather."""
     from sglang_hc.srt.start import build
 
-    opened, backend = DiskStore.open, FaultyBackend(weather.faults)
-    DiskStore.open = lambda *args: opened(*args, backend=backend, clock=weather.wall)
+    open_with(weather.faults, weather.wall)
     threads, executor = build.DiskThreads, build.ThreadExecutor
     build.DiskThreads = lambda *args: LateDisk(threads(*args), weather)
     build.ThreadExecutor = lambda *args: LateExecutor(executor(*args), weather)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from support.adapters import pin_nothing, write_adapter
+from support.adapters import adapter_flags, adapter_ids, write_adapter
 from support.core import MODELS, Core, Reply, run_in_child
 from support.storm_actions import ADAPTED_MODEL, Ask
 
@@ -129,7 +129,7 @@ def _answer(oracle: Oracle, model: str, asks: list[Ask]) -> dict[Ask, Answer]:
     flags = ["--max-total-tokens", str(_ENOUGH), "--dtype", "float32", "--hc-disable"]
     if model == ADAPTED_MODEL:
         names = [f"{name}{version}" for name in ADAPTERS for version in range(VERSIONS)]
-        flags += adapter_flags({name: oracle.adapter(name) for name in names})
+        flags += adapter_flags({name: oracle.adapter(name) for name in names}, 3)
     core, loaded, found = Core(*flags, model=model), 0, {}
     ids = {"": None, **(adapter_ids(core) if model == ADAPTED_MODEL else {})}
     for (_, weights), level in itertools.groupby(asks, key=lambda ask: (ask.turn, ask.weights)):
@@ -152,20 +152,6 @@ def _answer_of(prompt: list[int], reply: Reply) -> Answer:
     likely = [top[token] for top, token in zip(reply.top, reply.tokens, strict=True)]
     gaps = [max(top.values()) - min(top.values()) for top in reply.top]
     return Answer(prompt, reply.tokens, likely, gaps)
-
-
-def adapter_flags(paths: dict[str, str]) -> list[str]:
-    """Flags of an engine with these adapters. A process that has no GPU pins nothing from then
-    on."""
-    pin_nothing()
-    named = [f"{name}={path}" for name, path in paths.items()]
-    return ["--lora-backend", "torch_native", "--max-loras-per-batch", "3", "--lora-paths", *named]
-
-
-def adapter_ids(core: Core) -> dict[str, str]:
-    """By name."""
-    refs = core.scheduler.tp_worker.model_runner.lora_manager.lora_refs
-    return {ref.lora_name: lora for lora, ref in refs.items()}
 
 
 def load_weights(core: Core, folder: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.direct import DeviceRing, DirectRows
 from sglang_hc.capture.saving import DeviceState, HiddenPath
-from sglang_hc.capture.snapshots import ScatterQueue
+from sglang_hc.capture.snapshots import ScatterQueue, Snapshots
 from sglang_hc.device.copy_stream import CopyStream, HostCopyStream
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.device.gather_scatter import gather, scatter
@@ -164,9 +164,12 @@ def build(
     several = ranks.count > 1
     scatters = ScatterQueue(ranks.executor(executor), host, points_too=several)
     own = DeviceRing(ring, CPU) if ring else None
-    twins = torch.empty(snapshots.size, dtype=torch.uint8) if ring else None
+    staging = torch.empty(snapshots.size, dtype=torch.uint8) if ring else None
     ways = copy_stream.opposite(), scatters, own
-    hidden = HiddenPath(pool, list(snapshots), twins, *ways) if plan.hidden else None
+    hidden = None
+    if plan.hidden:
+        gathered = Snapshots(list(snapshots), staging, copy_stream.opposite(), scatters)
+        hidden = HiddenPath(gathered, DirectRows([pool.hidden], *ways))
     kv = DirectRows(pool.kv, *ways) if layout.kv_layers else None
     source = DeviceState(device, None, None, hidden, kv)
     below = None

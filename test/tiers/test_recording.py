@@ -24,7 +24,7 @@ from support.host import FINGERPRINT
 from support.recorded_server import Server
 
 
-@pytest.mark.parametrize("eviction", ["queue", "lru", "fifo", "lfu"])
+@pytest.mark.parametrize("eviction", ["queue", "lru"])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_replay_gives_the_same_hits_and_evictions(
     tmp_path: Path, eviction: str, seed: int
@@ -37,11 +37,10 @@ def test_the_replay_gives_the_same_hits_and_evictions(
     assert comparison.evictions == server.tier.evicted_blocks > 20
 
 
-@pytest.mark.parametrize("other", ["lru", "fifo", "lfu"])
-def test_another_policy_is_noticed(tmp_path: Path, other: str, capsys) -> None:
+def test_another_policy_is_noticed(tmp_path: Path, capsys) -> None:
     path = tmp_path / "t.jsonl"
     Server(path, 1).run()
-    path.write_text(path.read_text().replace('"eviction":"queue"', f'"eviction":"{other}"'))
+    path.write_text(path.read_text().replace('"eviction":"queue"', '"eviction":"lru"'))
     comparison = replay_record(path)
     assert comparison.difference is not None
     assert comparison.difference.recorded != comparison.difference.replayed

@@ -146,6 +146,8 @@ class Capture:
             wide = word(target, source)
             target.view(wide).copy_(source.view(wide))
 
+        if self.hidden.snapshots.room < taps.shape[1]:
+            self.scatters.poll()  # some snapshots may be free again
         rows = PassRows(self.hidden, fill)
         for segment in segments:
             stage = self._stages.get(segment.request)
@@ -163,7 +165,7 @@ class Capture:
         count = min(segment.rows, max(0, tapped - segment.row))
         if count < segment.rows:
             self._cut(stage, "tap_overflow")
-        room = rows.room(segment.row, count, rewritten)
+        room = rows.room(count, rewritten)
         if room < count:
             self._cut(stage, "backpressure")
         spans = self._place(stage, segment.position, segment.row, room)
@@ -316,7 +318,7 @@ class Capture:
             RowSpan(i * BLOCK_TOKENS, slot, 0, min(BLOCK_TOKENS, rows - i * BLOCK_TOKENS))
             for i, (_, slot) in enumerate(blocks)
         ]
-        kv.add(rows, kv_rows(self._pool, self._layout, device_slots, low, rows), spans)
+        kv.add(0, rows, kv_rows(self._pool, self._layout, device_slots, low, rows), spans)
 
     def _when_scattered(self, slot: int, node: BlockNode) -> None:
         """Serve the block once everything submitted so far, its rows included, is in place.
@@ -326,7 +328,7 @@ class Capture:
         """
         self._tier.pin([node])
 
-        def settle() -> None:
+        def complete() -> None:
             self._tier.unpin([node])
             if node.parent is None or node.slot != slot:  # left the tier meanwhile
                 return
@@ -337,7 +339,7 @@ class Capture:
                 self._tier.mark_ready(node)
                 self._on_ready(node)
 
-        self.scatters.last().then(settle)
+        self.scatters.last().then(complete)
 
     def _release_published(self, request: Serial, full_blocks: int) -> None:
         """Free the slots of blocks that the tree has by now, from this request or another one."""

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from sglang_hc.capture.snapshots import ScatterQueue, shifted
+from sglang_hc.capture.snapshots import Fill, ScatterQueue, shifted
 from sglang_hc.device.copy_stream import CopyStream, Event
 from sglang_hc.store.executor import RowSpan
 from sglang_hc.store.host_pool import Bytes
-
-Fill = Callable[[list[torch.Tensor], int, int, int], None]
-"""fill(targets, at, first, count): source rows [first, first + count) to rows [at, at + count) of
-each target, of shape (layers, capacity, row bytes), by work on the compute stream."""
 
 _PIECES = 4
 """The ring is handed out in this many parts, so that copies run beside the gathering."""
@@ -96,33 +92,29 @@ class DirectRows:
         self._copy_stream = copy_stream
         self._scatters = scatters
         self.ring = ring
-        self._piece = 0
-        if ring is not None:
-            row = sum(t.shape[1] * t.shape[3] for t in self._slots)
-            self._piece = ring.rows(row)
+        row_bytes = sum(t.shape[1] * t.shape[3] for t in self._slots)
+        self._piece = 0 if ring is None else ring.rows(row_bytes)
 
-    def add(self, rows: int, fill: Fill, spans: Sequence[RowSpan]) -> None:
-        """Take `rows` rows that `fill` writes; `spans` name some of them as source rows."""
+    def add(self, low: int, stop: int, fill: Fill, spans: Sequence[RowSpan]) -> None:
+        """Take the source rows [low, stop), which `fill` writes; `spans` name some of them."""
         if self.ring is None:
             for source, slot, slot_row, count in spans:
                 fill([slots[slot] for slots in self._slots], slot_row, source, count)
             return
-        for first in range(0, rows, self._piece):
-            count = min(self._piece, rows - first)
+        for first in range(low, stop, self._piece):
+            count = min(self._piece, stop - first)
             shapes = [(t.shape[1], count, t.shape[3]) for t in self._slots]
             staged = self.ring.take(shapes, self._copy_stream)
             fill(staged, 0, first, count)
             self._copy_stream.after(self._copy_stream.computed())
-            for span in shifted(spans, first, first + count, -first):
-                self._copy(staged, span)
+            for source, slot, row, length in shifted(spans, first, first + count, -first):
+                for slots, rows in zip(self._slots, staged, strict=True):
+                    self._copy_stream.copy(
+                        slots[slot, :, row : row + length].flatten(1),
+                        rows[:, source : source + length].flatten(1),
+                    )
             self.ring.give(self._copy_stream.record())
         self._scatters.pass_point(self._copy_stream.record())
-
-    def _copy(self, staged: list[torch.Tensor], span: RowSpan) -> None:
-        source, slot, row, count = span
-        for slots, rows in zip(self._slots, staged, strict=True):
-            target = slots[slot, :, row : row + count]
-            self._copy_stream.copy(target.flatten(1), rows[:, source : source + count].flatten(1))
 
 
 def tensors_of(memory: torch.Tensor, shapes: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:

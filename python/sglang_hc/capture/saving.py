@@ -11,18 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from sglang_hc.capture.direct import DeviceRing, DirectRows, Fill
-from sglang_hc.capture.snapshots import ScatterQueue, Snapshots, shifted
+from sglang_hc.capture.direct import DirectRows
+from sglang_hc.capture.snapshots import Fill, Snapshots
 from sglang_hc.capture.taps import TapBuffer
 from sglang_hc.capture.verified import VerifiedRows
-from sglang_hc.device.copy_stream import CopyStream
 from sglang_hc.device.gather_scatter import DevicePool
 from sglang_hc.forms import BlockLayout
 from sglang_hc.store.executor import RowSpan
-from sglang_hc.store.host_pool import Bytes, HostPool
 
 STRAIGHT_ROWS = 16
 """Fewest rows of one request in one pass that are worth a copy of their own."""
@@ -44,22 +43,12 @@ class DeviceState:
     kv: DirectRows | None
 
 
-class HiddenPath:
-    """The two ways for rows of hidden states from the device to slots."""
+class HiddenPath(NamedTuple):
+    """The two ways for rows of hidden states from the device to slots. direct: into
+    `HostPool.hidden`."""
 
-    def __init__(
-        self,
-        pool: HostPool,
-        buffers: Sequence[Bytes],
-        twins: torch.Tensor | None,
-        copy_stream: CopyStream,
-        scatters: ScatterQueue,
-        ring: DeviceRing | None,
-    ) -> None:
-        """buffers, twins: see `Snapshots`. ring: see `DirectRows`."""
-        self.snapshots = Snapshots(buffers, twins, copy_stream, scatters)
-        self.direct = DirectRows([pool.hidden], copy_stream, scatters, ring)
-        self.scatters = scatters
+    snapshots: Snapshots
+    direct: DirectRows
 
 
 class PassRows:
@@ -67,69 +56,52 @@ class PassRows:
 
     def __init__(self, path: HiddenPath, fill: Fill) -> None:
         """fill: copies rows by their number in the pass."""
-        self._path = path
+        self._direct = path.direct
         self._snapshots = path.snapshots
         self._fill = fill
         self._low = self._stop = 0
         self._spans: list[RowSpan] = []
-        self._asked = False
 
-    def room(self, row: int, rows: int, rewritten: bool) -> int:
-        """How many of the rows [row, row + rows) of one request can be taken, counted from the
-        first.
+    def room(self, rows: int, rewritten: bool) -> int:
+        """How many of the next `rows` rows, of one request, can be taken, counted from the first.
 
         rewritten: their places were written before. A scatter must write them after the old rows.
         """
-        if self._straight(row, rows, rewritten):
-            return rows
-        if not self._asked and self._gathered_room(row) < rows:
-            self._asked = True
-            self._path.scatters.poll()
-        return max(0, min(rows, self._gathered_room(row)))
+        return rows if self._straight(rows, rewritten) else min(rows, self._gathered_room)
 
     def add(self, row: int, rows: int, spans: Sequence[RowSpan], rewritten: bool) -> None:
-        """Take the rows that `spans` name. The caller asked `room` for them."""
+        """Take the rows that `spans` name, of rows [row, row + rows). The caller asked `room` for
+        them."""
         if not spans:
             return
-        if self._straight(row, rows, rewritten):
+        stop = spans[-1].source_row + spans[-1].rows
+        straight = self._straight(rows, rewritten)
+        if straight or row != self._stop:
             self.end()
-            self._path.direct.add(
-                spans[-1].source_row + spans[-1].rows - row,
-                _later(self._fill, row),
-                shifted(spans, row, row + rows, -row),
-            )
+        if straight:
+            self._direct.add(row, stop, self._fill, spans)
             return
-        if self._is_far(row):
-            self.end()
         if not self._spans:
             self._low = row
         self._spans += spans
-        self._stop = spans[-1].source_row + spans[-1].rows
+        self._stop = stop
 
     def end(self) -> None:
         """Hand over what is gathered."""
-        if not self._spans:
-            return
-        low, stop = self._low, self._stop
-        moved = shifted(self._spans, low, stop, -low)
-        self._snapshots.add(stop - low, _later(self._fill, low), moved)
-        self._spans = []
+        if self._spans:
+            self._snapshots.add(self._low, self._stop, self._fill, self._spans)
+            self._spans = []
+        self._low = self._stop
 
-    def _straight(self, row: int, rows: int, rewritten: bool) -> bool:
+    def _straight(self, rows: int, rewritten: bool) -> bool:
         if rewritten or rows == 1:  # a decode step has one row of each of many requests
             return False
-        return rows >= STRAIGHT_ROWS or self._gathered_room(row) < rows
+        return rows >= STRAIGHT_ROWS or self._gathered_room < rows
 
-    def _gathered_room(self, row: int) -> int:
-        """Rows from `row` on that fit into snapshots behind what is gathered already."""
-        gathered = 0
-        if self._spans:
-            gathered = (self._stop if self._is_far(row) else row) - self._low
-        return self._snapshots.room - gathered
-
-    def _is_far(self, row: int) -> bool:
-        """Whether many rows that nobody keeps lie between those that are gathered and this one."""
-        return bool(self._spans) and row - self._stop >= STRAIGHT_ROWS
+    @property
+    def _gathered_room(self) -> int:
+        """Rows that fit into snapshots behind what is gathered already."""
+        return self._snapshots.room - (self._stop - self._low)
 
 
 def kv_rows(
@@ -154,8 +126,3 @@ def kv_rows(
             done += len(layers)
 
     return fill
-
-
-def _later(fill: Fill, low: int) -> Fill:
-    """`fill` for rows counted from `low`."""
-    return lambda targets, at, first, count: fill(targets, at, low + first, count)

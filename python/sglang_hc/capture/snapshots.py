@@ -33,6 +33,11 @@ from sglang_hc.tree.host_tier import HostTier
 logger = logging.getLogger(__name__)
 
 
+Fill = Callable[[list[torch.Tensor], int, int, int], None]
+"""fill(targets, at, first, count): source rows [first, first + count) to rows [at, at + count) of
+each target, of shape (layers, capacity, row bytes), by work on the compute stream."""
+
+
 class Progress:
     """Progress of one operation."""
 
@@ -165,8 +170,8 @@ def _targets(operation: Operation) -> list[int]:
 
 
 @dataclass(eq=False)
-class _Staging:
-    """A snapshot and its twin on the device. Without a device they are the same memory."""
+class _Snapshot:
+    """A snapshot and its staging on the device. Without a device they are the same memory."""
 
     index: int
     host: torch.Tensor
@@ -183,27 +188,27 @@ class Snapshots:
     def __init__(
         self,
         buffers: Sequence[Bytes],
-        twins: torch.Tensor | None,
+        staging: torch.Tensor | None,
         copy_stream: CopyStream,
         scatters: ScatterQueue,
     ) -> None:
         """buffers: `HostMemory.snapshots`, by the numbers that the executor knows.
 
-        twins: memory of the device, uint8, with room for a twin of each buffer; None where the
-        device has no memory of its own.
+        staging: memory of the device, uint8, as large as all buffers; None where the device has no
+        memory of its own.
         """
         self._copy_stream = copy_stream
         self._scatters = scatters
         self.capacity: int = buffers[0].shape[1]
-        self.free: list[_Staging] = []
+        self.free: list[_Snapshot] = []
         for index, buffer in enumerate(buffers):
             host = device = torch.from_numpy(buffer)
-            if twins is not None:
+            if staging is not None:
                 size = host.numel()
-                device = twins[index * size : (index + 1) * size].view(host.shape)
+                device = staging[index * size : (index + 1) * size].view(host.shape)
                 copy_stream.pin(buffer)
-            self.free.append(_Staging(index, host, device))
-        self._current: _Staging | None = None
+            self.free.append(_Snapshot(index, host, device))
+        self._current: _Snapshot | None = None
         self._rows = 0
         self._spans: list[RowSpan] = []
 
@@ -213,44 +218,35 @@ class Snapshots:
         free = len(self.free) * self.capacity
         return free + (self.capacity - self._rows if self._current is not None else 0)
 
-    def add(
-        self,
-        rows: int,
-        fill: Callable[[list[torch.Tensor], int, int, int], None],
-        spans: Sequence[RowSpan],
-    ) -> None:
-        """Take `rows` rows that `fill(targets, at, first, count)` writes on the device.
-
-        `fill` copies source rows [first, first + count) to rows [at, at + count) of each target, of
-        shape (layers, capacity, row bytes). `spans` name source rows. The caller checked `room`.
-        """
-        first = 0
-        while first < rows:
+    def add(self, low: int, stop: int, fill: Fill, spans: Sequence[RowSpan]) -> None:
+        """Take the source rows [low, stop), which `fill` writes; `spans` name some of them. The
+        caller checked `room`."""
+        while low < stop:
             if self._current is None:
                 self._current, self._rows = self.free.pop(), 0
-            count = min(rows - first, self.capacity - self._rows)
-            fill([self._current.device], self._rows, first, count)
-            self._spans += shifted(spans, first, first + count, self._rows - first)
+            count = min(stop - low, self.capacity - self._rows)
+            fill([self._current.device], self._rows, low, count)
+            self._spans += shifted(spans, low, low + count, self._rows - low)
             self._rows += count
-            first += count
+            low += count
             if self._rows == self.capacity:
                 self.flush()
 
     def flush(self) -> None:
         """Have what was gathered scattered."""
-        staging = self._current
-        if staging is None:
+        snapshot = self._current
+        if snapshot is None:
             return
         self._current = None
-        if staging.device is not staging.host:
+        if snapshot.device is not snapshot.host:
             self._copy_stream.after(self._copy_stream.computed())
-            width = self._rows * staging.host.shape[2]
-            host, device = staging.host.flatten(1), staging.device.flatten(1)
+            width = self._rows * snapshot.host.shape[2]
+            host, device = snapshot.host.flatten(1), snapshot.device.flatten(1)
             self._copy_stream.copy(host[:, :width], device[:, :width])
-        operation = ScatterRows(staging.index, tuple(self._spans))
+        operation = ScatterRows(snapshot.index, tuple(self._spans))
         self._spans = []
         scattered = self._scatters.submit(operation, after=self._copy_stream.record())
-        scattered.then(lambda: self.free.append(staging))
+        scattered.then(lambda: self.free.append(snapshot))
 
 
 def shifted(spans: Sequence[RowSpan], low: int, high: int, shift: int) -> list[RowSpan]:

@@ -203,7 +203,7 @@ def choose_copies(
     def copy(way: CopyRanges) -> None:
         way(target, source, ranges, stream)
 
-    return choose("copies of scattered blocks", ways, copied, bytes_differ, copy, seconds)
+    return choose("copies of scattered blocks", ways, copy, seconds, copied, bytes_differ)
 
 
 @functools.lru_cache

@@ -5,10 +5,9 @@ and the disk (store/disk/eviction.py) order their own units by the same window. 
 because a block without its parent cannot be reached. A block in use (`pins`) or pinned for a
 session (policy/pins.py) stays.
 
-    queue  what no waiting request needs leaves first, by age, size and restore cost per byte,
-           over a loop the youngest (policy/set_dueling.py); then what is needed last
-    lru    least recently used first         fifo  conversation that was stored first
-    lfu    fewest uses first, then lru
+    queue  what no waiting request needs leaves first, by age, over a loop the youngest
+           (policy/set_dueling.py); then what is needed last
+    lru    least recently used first
 
 All cost O(log n) amortised per call; `victims` O(log n) per block plus the blocks it passes over.
 """
@@ -23,7 +22,7 @@ from typing import Generic, Protocol, TypeVar
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.set_dueling import SetDueling
 
-POLICIES = ("queue", "lru", "fifo", "lfu")
+POLICIES = ("queue", "lru")
 
 Key = tuple[float, ...]
 """Least leaves first; keys of one policy have one length."""
@@ -38,8 +37,6 @@ class Block(Protocol):
     def parent(self) -> Block | None: ...
     @property
     def pins(self) -> int: ...
-    @property
-    def hits(self) -> int: ...
     @property
     def num_tokens(self) -> int: ...
     @property
@@ -77,19 +74,15 @@ class PinnedBlocks(Protocol):
 class Entry(Generic[B]):
     """A block in its tier. `stamp`: number of the one heap item that stands for it; 0 for none.
 
-    grown: it has or had a child. here: it has not left the tier. used, born: ticks of its policy.
-    worth, since: for `QueuePolicy`.
+    used: tick of its policy. since: clock of the duels at the last use, for `QueuePolicy`.
     """
 
-    __slots__ = ("block", "born", "grown", "here", "since", "stamp", "used", "worth")
+    __slots__ = ("block", "since", "stamp", "used")
 
     def __init__(self, block: B, tick: int) -> None:
         self.block = block
-        self.here = True
-        self.grown = False
         self.stamp = 0
-        self.used = self.born = tick
-        self.worth = 0.0
+        self.used = tick
         self.since = 0
 
 
@@ -100,8 +93,9 @@ Item = tuple[Key, int, Entry[B]]
 class Leaves(Generic[B]):
     """Leaves by key, least first.
 
-    The item that was pushed last stays beside the heap. While a path leaves from its end, each
-    parent comes in and is the next to leave; so that costs no operation on the heap.
+    The item that was pushed last stays beside the heap. While a path comes from its start, each
+    block gets a child at once; while one leaves from its end, each parent is the next to leave. So
+    neither costs an operation on the heap.
     """
 
     def __init__(self) -> None:
@@ -152,7 +146,6 @@ class EvictionPolicy(ABC, Generic[B]):
         self.has = self._entries.__contains__
         """Whether a block is in the tier. Asked often in every pass."""
         self._order: Leaves[B] = Leaves()
-        self._fresh: list[Entry[B]] = []
         self._ticks = 0
 
     def __len__(self) -> int:
@@ -161,22 +154,19 @@ class EvictionPolicy(ABC, Generic[B]):
     @property
     def items(self) -> int:
         """Items of the order, stale ones included: at most a few times the blocks."""
-        return len(self._order) + len(self._fresh)
+        return len(self._order)
 
     def insert(self, block: B) -> None:
         """A block has come into the tier, below its parent."""
         self._ticks += 1
         entry = Entry(block, self._ticks)
         self._entries[block.block_id] = entry
+        self._entered(entry)
         parent = block.parent
         above = self._entries.get(parent.block_id) if parent is not None else None
-        self._entered(entry, above)
         if above is not None:
-            above.grown = True
             above.stamp = 0  # no leaf any more; comes back when its last child leaves
-        self._fresh.append(entry)
-        if len(self._fresh) > 2 * len(self._entries) + 64:  # nobody asks for victims
-            self._sort_in()
+        self._push(entry)
 
     def access(self, path: Sequence[B]) -> None:
         """Blocks of one path were used, root first."""
@@ -192,7 +182,7 @@ class EvictionPolicy(ABC, Generic[B]):
     def remove(self, block: B) -> None:
         """A block has left the tier and its tree. Raises KeyError if it was not in the tier."""
         entry = self._entries.pop(block.block_id)
-        entry.here, entry.stamp = False, 0
+        entry.stamp = 0
         self._aside.discard(block.block_id)
         parent = block.parent
         if parent is not None and parent.is_leaf:
@@ -206,7 +196,6 @@ class EvictionPolicy(ABC, Generic[B]):
         The caller may take each one out before it asks for the next; its parent, if it has become a
         leaf, is then a candidate too. Blocks that are not taken out keep their place.
         """
-        self._sort_in()
         aside: list[Entry[B]] = []
         try:
             while (entry := self._first()) is not None:
@@ -220,14 +209,15 @@ class EvictionPolicy(ABC, Generic[B]):
                     yield block
         finally:
             for entry in aside:
-                if entry.here and not entry.stamp and entry.block.is_leaf:
+                known = self._entries.get(entry.block.block_id) is entry
+                if known and not entry.stamp and entry.block.is_leaf:
                     self._push(entry)
 
     @abstractmethod
     def _key(self, entry: Entry[B]) -> Key: ...
 
-    def _entered(self, entry: Entry[B], above: Entry[B] | None) -> None:
-        """For subclasses: a block came in below `above`."""
+    def _entered(self, entry: Entry[B]) -> None:
+        """For subclasses: a block came in."""
 
     def _used(self, entry: Entry[B]) -> None:
         """For subclasses: a block was used."""
@@ -238,13 +228,6 @@ class EvictionPolicy(ABC, Generic[B]):
             entry = self._entries[block_id]
             if entry.block.is_leaf:
                 self._push(entry)
-
-    def _sort_in(self) -> None:
-        """New leaves join the order only now, because most new blocks get a child at once."""
-        for entry in self._fresh:
-            if entry.here and entry.block.is_leaf:
-                self._push(entry)
-        self._fresh.clear()
 
     def _push(self, entry: Entry[B]) -> Key:
         """The leaf joins the order, or changes its place in it. Returns its key."""
@@ -267,27 +250,6 @@ class LruPolicy(EvictionPolicy[B]):
         return (entry.used,)
 
 
-class FifoPolicy(EvictionPolicy[B]):
-    """First stored, first out. A path that grows keeps the age of its first block.
-
-    Otherwise every turn would renew a conversation's age at its leaf, and the policy would be LRU.
-    """
-
-    def _entered(self, entry: Entry[B], above: Entry[B] | None) -> None:
-        if above is not None and not above.grown:  # the path goes on: the same conversation
-            entry.born = above.born
-
-    def _key(self, entry: Entry[B]) -> Key:
-        return (entry.born, entry.used)
-
-
-class LfuPolicy(EvictionPolicy[B]):
-    """Fewest uses first (`hits` of the block, kept by its tier), then least recently used."""
-
-    def _key(self, entry: Entry[B]) -> Key:
-        return (entry.block.hits, entry.used)
-
-
 def _whole(block: Block) -> bytes:
     """The identity by which a block is known when it comes back. A tail comes back longer, under
     another identity, so its parent stands for it."""
@@ -305,42 +267,30 @@ class QueuePolicy(EvictionPolicy[B]):
     """The waiting queue decides (AttentionStore section 3.3.2), per block.
 
     Blocks needed inside the look-ahead window leave only when nothing else is left, the one needed
-    last first. The others leave by GreedyDual-Size: the share of its slot that a block fills, which
-    is what it restores per byte, + an inflation that rises to the worth of what has left. That is
-    LRU while all blocks are full, and lets a full block outlive a tail of the same age, but not for
-    ever. Where blocks as old as the oldest are mostly used before the youngest (`SetDueling`), the
-    youngest leaves.
+    last first. Of the others the oldest leaves, or, where blocks as old as it are mostly used
+    before the youngest (`SetDueling`), the youngest.
     """
 
     by_need = True
 
-    def __init__(
-        self, window: NextUse, pinned: PinnedBlocks | None = None, by_age: bool = False
-    ) -> None:
-        """by_age: the oldest leaves whatever was learned, as on the server's disk."""
+    def __init__(self, window: NextUse, pinned: PinnedBlocks | None = None) -> None:
         super().__init__(pinned)
         self._window = window
-        self._inflation = 0.0
         self._duels = SetDueling()
-        self._by_age = by_age
         self._young: Leaves[B] = Leaves()
         window.subscribe(self._need_changed)
 
-    def _entered(self, entry: Entry[B], above: Entry[B] | None) -> None:
+    def _entered(self, entry: Entry[B]) -> None:
         self._duels.entered(entry.block.block_id, len(self._entries))
-        self._renew(entry)
+        entry.since = self._duels.clock
 
     def _used(self, entry: Entry[B]) -> None:
         self._duels.used(entry.block.block_id, entry.since, len(self._entries))
-        self._renew(entry)
-
-    def _renew(self, entry: Entry[B]) -> None:
-        entry.worth = self._inflation + entry.block.num_tokens / BLOCK_TOKENS
         entry.since = self._duels.clock
 
     def _push(self, entry: Entry[B]) -> Key:
         key = super()._push(entry)
-        if key[0] == NOT_NEEDED and not self._by_age:
+        if key[0] == NOT_NEEDED:
             self._young.push((-entry.used,), entry, len(self._entries))
         return key
 
@@ -348,18 +298,13 @@ class QueuePolicy(EvictionPolicy[B]):
         item = self._order.top()
         if item is None:
             return None
-        key, _, oldest = item
-        if key[0] == NOT_NEEDED:
-            youngest = None if self._by_age else self._preferred_to(oldest)
-            if youngest is not None:
-                return youngest
-            self._inflation = max(self._inflation, oldest.worth)
-        return oldest
+        key, _, first = item
+        return first if key[0] == NEEDED else self._preferred_to(first) or first
 
     def _preferred_to(self, oldest: Entry[B]) -> Entry[B] | None:
         """The youngest, where it should leave before the oldest. Now and then both begin a duel."""
         duels, age = self._duels, self._duels.clock - oldest.since
-        if duels.is_due and (item := self._young.top()) is not None:
+        if duels.may_begin and (item := self._young.top()) is not None:
             old_id, young_id = _whole(oldest.block), _whole(item[2].block)
             duels.begin(old_id, age, young_id, len(self._entries))
         if duels.old_wins(age) and (item := self._young.top()) is not None:
@@ -368,7 +313,7 @@ class QueuePolicy(EvictionPolicy[B]):
 
     def _key(self, entry: Entry[B]) -> Key:
         use = self._window.next_use(entry.block.block_id)
-        return (NOT_NEEDED, entry.worth, entry.used) if use is None else (NEEDED, -use, 0.0)
+        return (NOT_NEEDED, entry.used) if use is None else (NEEDED, -use)
 
     def _need_changed(self, block_ids: Sequence[bytes]) -> None:
         for entry in map(self._entries.get, block_ids):
@@ -377,18 +322,11 @@ class QueuePolicy(EvictionPolicy[B]):
 
 
 def make_policy(
-    name: str,
-    window: NextUse,
-    pinned: PinnedBlocks | None = None,
-    by_age: bool = False,
+    name: str, window: NextUse, pinned: PinnedBlocks | None = None
 ) -> EvictionPolicy[B]:
     """Policy by its name in `--hc-eviction`. Raises ValueError that lists the names."""
     if name == "queue":
-        return QueuePolicy(window, pinned, by_age)
+        return QueuePolicy(window, pinned)
     if name == "lru":
         return LruPolicy(pinned)
-    if name == "fifo":
-        return FifoPolicy(pinned)
-    if name == "lfu":
-        return LfuPolicy(pinned)
     raise ValueError(f"eviction policy {name!r} is not one of {', '.join(POLICIES)}")

@@ -13,10 +13,10 @@ The model:
   until it is projected; the order of copies (`copy_order.py`) keeps this small.
 - Without `overlap` there is one resource: the thread that computes also copies, as on a CPU.
 
-Why `paths` is exact and not a bound: the compute resource runs a fixed sequence of tasks, so the
-end is the longest chain "task i becomes ready, then tasks i, i+1, ... without a pause", or the sum
-of all tasks. Readiness minus the work before it is linear in the layer and in the piece within a
-run of equal layers, so only the corners of each run can be the longest chain.
+Why `work_and_chain` is exact and not a bound: the compute resource runs a fixed sequence of tasks,
+so the end is the longest chain "task i becomes ready, then tasks i, i+1, ... without a pause", or
+the sum of all tasks. Readiness minus the work before it is linear in the layer and in the piece
+within a run of equal layers, so only the corners of each run can be the longest chain.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LayerTimes(NamedTuple):
     ahead: float = math.inf
 
 
-def paths(times: LayerTimes, recompute: int, hidden: int, kv: int) -> tuple[float, float]:
+def work_and_chain(times: LayerTimes, recompute: int, hidden: int, kv: int) -> tuple[float, float]:
     """(end if the compute resource never waited, end of the longest chain that begins in a copy).
 
     The restoration ends at the later of the two. The counts are those of a layer plan.
@@ -85,7 +85,7 @@ def paths(times: LayerTimes, recompute: int, hidden: int, kv: int) -> tuple[floa
 
 def makespan(times: LayerTimes, plan: LayerPlan) -> float:
     """Seconds until the last layer is restored and, if `new` > 0, the new tokens are through it."""
-    work, chain = paths(times, plan.recompute, plan.hidden, plan.kv)
+    work, chain = work_and_chain(times, plan.recompute, plan.hidden, plan.kv)
     return max(work, chain)
 
 

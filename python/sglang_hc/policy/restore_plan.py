@@ -25,7 +25,7 @@ from operator import ge, lt
 
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_model import LONG_HISTORY, CostModel, SourceTier
-from sglang_hc.policy.makespan import LayerTimes, paths
+from sglang_hc.policy.makespan import LayerTimes, work_and_chain
 
 
 class Decision(enum.Enum):
@@ -45,7 +45,7 @@ class Reason(enum.Enum):
     """Why; counted as a metric. The first circumstance without which more would be loaded."""
 
     AS_STORED = "as_stored"
-    """None: loading all that is stored is the fastest."""
+    """No restriction: everything stored is loaded."""
     BUSY_LINK = "busy_link"
     """The link has other copies first."""
     SLOW_TIER = "slow_tier"
@@ -129,7 +129,7 @@ def _fastest(
     if tokens == 0 or stored.recompute == stored.num_layers:
         return RestorePlan(Decision.REFUSE, Reason.NOTHING_STORED, 0, 0, refused, refused)
     times = cost.layer_times(SourceTier.HOST, tokens, context=context, new=new, start=backlog)
-    loaded = max(paths(times, stored.recompute, stored.hidden, stored.kv))
+    loaded = max(work_and_chain(times, stored.recompute, stored.hidden, stored.kv))
     seconds, layers = loaded, stored.recompute
     if allow_recompute:
         seconds, layers = best_prefix(times, stored)
@@ -147,7 +147,7 @@ def best_prefix(times: LayerTimes, stored: LayerPlan) -> tuple[float, int]:
     layers, hidden_end = stored.num_layers, stored.recompute + stored.hidden
 
     def ends(times: LayerTimes, r: int) -> tuple[float, float]:
-        return paths(times, r, max(0, hidden_end - r), min(stored.kv, layers - r))
+        return work_and_chain(times, r, max(0, hidden_end - r), min(stored.kv, layers - r))
 
     found = range(stored.recompute, layers)
     if times.overlap:

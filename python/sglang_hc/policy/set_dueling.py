@@ -96,13 +96,13 @@ class SetDueling:
         self._part_hits = self._part_hits * keep + min(1.0, blocks / age)
 
     @property
-    def is_due(self) -> bool:
+    def may_begin(self) -> bool:
         """The next duel may begin; `begin` does nothing before."""
         return self.clock >= self._next
 
     def begin(self, old: bytes, age: int, young: bytes, blocks: int) -> None:
         """One of these two is about to leave a tier of `blocks`; the old was used `age` ago."""
-        if not self.is_due or old == young or old in self._open or young in self._open:
+        if not self.may_begin or old == young or old in self._open or young in self._open:
             return
         while self._open:
             first = next(iter(self._open))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 
-from sglang_hc.device.autotune import Seconds, fastest
+from sglang_hc.device.autotune import Seconds, choose
 from sglang_hc.device.copy_stream import CopyStream, SideStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.restore.measure import block_in, scratch_pool
@@ -55,5 +54,5 @@ def fastest_side_stream(
             compute(layer)
         restore.finish()
 
-    ways = {"the compute stream": partial(run, None), "a stream beside it": partial(run, side)}
-    return side if fastest("restoration", ways, seconds) == "a stream beside it" else None
+    ways = {"the compute stream": None, "a stream beside it": side}
+    return ways[choose("restoration", ways, run, seconds)]

@@ -54,13 +54,11 @@ class BlockNode:
     pins: users of the slot (restorations, copies); a pinned block is not evicted or reused.
     source: the tier below that its bytes came from; HOST for a block that was computed here.
     moved: its state was taken over from another place; None for state computed on this path.
-    hits: uses of the block, for eviction policies.
     """
 
     __slots__ = (
         "block_id",
         "children",
-        "hits",
         "moved",
         "namespace",
         "parent",
@@ -84,7 +82,6 @@ class BlockNode:
         self.ready = False
         self.moved: Moved | None = None
         self.pins = 0
-        self.hits = 0
 
     @property
     def num_tokens(self) -> int:

@@ -135,9 +135,8 @@ class HostTier:
 
     def access(self, path: Sequence[BlockNode], now: float) -> None:
         """Record a use of the blocks of one path, root first."""
-        for node in path:
-            node.hits += 1
-            if self._ttl is not None:
+        if self._ttl is not None:
+            for node in path:
                 self._ttl.touch(node, now)
         self._policy.access(path)
 

@@ -16,9 +16,8 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang_hc.config import ConfigError
 from sglang_hc.srt.arguments.server_args import check_radix_cache
 from sglang_hc.srt.model import exactness
-from sglang_hc.srt.model.exactness import FixedTiles, measure, settle, use_plain_products
+from sglang_hc.srt.model.exactness import FixedTiles, choose_product, measure, use_plain_products
 from sglang_hc.srt.model.families import Family, LayerAdapter
-from sglang_hc.srt.model.projection import projections
 
 SIZE, HEADS, DIM = 32, 1, 8
 Q_ROWS = HEADS * DIM
@@ -133,7 +132,7 @@ def test_a_product_that_keeps_the_bits_is_left_alone(
     layers: list[LayerAdapter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(monkeypatch, in_order)
-    proof = settle(refresh(layers), demanded=True)
+    proof = choose_product(refresh(layers), demanded=True)
     assert (proof.wrong, proof.difference) == (None, 0.0)
     assert all(layer.sliceable for layer in layers)
     assert not any(type(layer.qkv.quant_method) is FixedTiles for layer in layers)
@@ -144,11 +143,11 @@ def test_row_dependence_is_told_and_cured_by_tiles_only_on_demand(
 ) -> None:
     use(monkeypatch, by_count)
     refresh(layers)
-    told = settle(layers, demanded=False)
+    told = choose_product(layers, demanded=False)
     assert told.wrong is not None and "1 rows of the forward pass" in told.wrong
     assert not any(type(layer.qkv.quant_method) is FixedTiles for layer in layers)
     assert told.difference <= 2**-7
-    proof = settle(layers, demanded=True)
+    proof = choose_product(layers, demanded=True)
     assert (proof.wrong, proof.difference) == (None, 0.0)
     assert all(type(layer.qkv.quant_method) is FixedTiles for layer in layers)
     assert proof.digest != told.digest
@@ -161,7 +160,7 @@ def test_column_dependence_is_cured_by_the_whole_projection(
     layers: list[LayerAdapter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(monkeypatch, by_columns)
-    proof = settle(refresh(layers), demanded=True)
+    proof = choose_product(refresh(layers), demanded=True)
     assert proof.wrong is None
     assert not any(layer.sliceable for layer in layers)
     assert not any(type(layer.qkv.quant_method) is FixedTiles for layer in layers)
@@ -171,7 +170,7 @@ def test_both_are_cured_by_whole_tiles(
     layers: list[LayerAdapter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(monkeypatch, by_both)
-    proof = settle(refresh(layers), demanded=True)
+    proof = choose_product(refresh(layers), demanded=True)
     assert proof.wrong is None
     assert not any(layer.sliceable for layer in layers)
     assert all(type(layer.qkv.quant_method) is FixedTiles for layer in layers)
@@ -181,7 +180,7 @@ def test_what_nothing_cures_is_left_as_it_was(
     layers: list[LayerAdapter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(monkeypatch, by_place)
-    proof = settle(refresh(layers), demanded=True)
+    proof = choose_product(refresh(layers), demanded=True)
     assert proof.wrong is not None
     assert all(layer.sliceable for layer in layers)
     assert all(type(layer.qkv.quant_method) is UnquantizedLinearMethod for layer in layers)
@@ -205,31 +204,25 @@ def test_a_quantised_projection_is_not_proven(
     use(monkeypatch, in_order)
     for layer in refresh(layers):
         layer.unquantized = layer.sliceable = False
-    proof = settle(layers, demanded=True)
+    proof = choose_product(layers, demanded=True)
     assert proof.wrong is not None and "quantised" in proof.wrong
 
 
-@pytest.mark.parametrize(
-    ("demanded", "deterministic", "ways"),
-    [
-        (False, False, {"sglang", "epilogue", "fused"}),
-        (True, False, {"sglang"}),
-        (False, True, {"sglang"}),
-    ],
-)
+@pytest.mark.parametrize("demanded", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_other_kernels_do_not_project_where_bits_matter(
     layers: list[LayerAdapter],
     monkeypatch: pytest.MonkeyPatch,
     demanded: bool,
     deterministic: bool,
-    ways: set[str],
 ) -> None:
+    """What they do with it is in test_core_projection.py."""
     switched: list[str] = []
     monkeypatch.setattr(
         "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", lambda: switched.append("on")
     )
     exactness.prepare(arguments(deterministic, False), layers, demanded)
-    assert set(projections(SimpleNamespace(), layers, 128)) == ways
+    assert {layer.models_product for layer in layers} == {demanded or deterministic}
     assert switched == (["on"] if deterministic else [])
 
 

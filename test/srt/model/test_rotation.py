@@ -133,11 +133,11 @@ def test_a_rotation_that_does_nothing_is_seen() -> None:
 def test_other_embeddings_are_refused(name: str) -> None:
     from pkgutil import resolve_name
 
-    from sglang_hc.srt.model.rotation import CannotMove, _known
+    from sglang_hc.srt.model.rotation import CannotMove, known_rotary
 
     kind = resolve_name(f"sglang.srt.layers.rotary_embedding.{name}")
     with pytest.raises(CannotMove, match=kind.__name__):
-        _known(kind.__new__(kind))  # some cannot be built without a GPU
+        known_rotary(kind.__new__(kind))  # some cannot be built without a GPU
 
 
 def asked(model: str, change: Callable[[Any], None] | None = None) -> str | None:

@@ -10,7 +10,7 @@ SMALL = ["--workload", "attentionstore", "--sessions", "12", "--model", "llama-1
 SIZES = ["--dram-gb", "10", "--disk-gb", "20"]
 
 
-@pytest.mark.parametrize("policy", ["queue", "lru", "fifo", "lfu", "belady"])
+@pytest.mark.parametrize("policy", ["queue", "lru", "fifo", "belady"])
 def test_simulate_prints_the_promised_numbers(capsys, policy):
     assert main(["simulate", *SMALL, *SIZES, "--policy", policy, "--json", "--seed", "3"]) == 0
     data = json.loads(capsys.readouterr().out)

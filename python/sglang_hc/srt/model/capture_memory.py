@@ -48,28 +48,28 @@ class CaptureSizes:
     tap_bytes: int
     ring_bytes: int
     snapshot_rows: int
-    twin_bytes: int
+    staging_bytes: int
     verified_rows: int
 
     @property
     def bytes(self) -> int:
         verified = PASSES * self.verified_rows * self.tap_bytes // self.rows
-        return self.tap_bytes + self.ring_bytes + self.twin_bytes + verified
+        return self.tap_bytes + self.ring_bytes + self.staging_bytes + verified
 
 
 @dataclass(frozen=True)
 class CaptureMemory:
-    """taps: None without hidden layers. ring, twins: None on a device without memory of its own.
+    """taps: None without hidden layers. ring, staging: None on a device without memory of its own.
 
-    twins: what snapshots gather in before they are copied to the host. verified: None without taps
-    or without speculative decoding.
+    staging: where snapshots are gathered before they are copied to the host. verified: None without
+    taps or without speculative decoding.
     """
 
     sizes: CaptureSizes
     taps: TapBuffer | None
     verified: VerifiedRows | None
     ring: DeviceRing | None
-    twins: torch.Tensor | None
+    staging: torch.Tensor | None
 
     @property
     def streams(self) -> list[Any]:
@@ -93,8 +93,8 @@ def capture_sizes(
     if device_bytes is None:
         return CaptureSizes(rows, rows * hidden, 0, snapshot, 0, verified)
     ring = min(rows * max(hidden, kv), int(device_bytes * RING_SHARE))
-    twins = SNAPSHOT_BUFFERS * snapshot * hidden
-    return CaptureSizes(rows, rows * hidden, ring, snapshot, twins, verified)
+    staging = SNAPSHOT_BUFFERS * snapshot * hidden
+    return CaptureSizes(rows, rows * hidden, ring, snapshot, staging, verified)
 
 
 def rows_per_pass(args: Any, context: int) -> int:
@@ -135,7 +135,7 @@ def take_capture_memory(runner: Any, plan: LayerPlan, group: StartGroup) -> Capt
             sizes.rows,
         )
     try:
-        taps = verified = ring = twins = None
+        taps = verified = ring = staging = None
         if plan.hidden:
             width = layer.hidden_bytes // runner.dtype.itemsize
             first = columns_of(runner, runner.model_config.hidden_size).first
@@ -145,7 +145,7 @@ def take_capture_memory(runner: Any, plan: LayerPlan, group: StartGroup) -> Capt
                 verified = VerifiedRows(taps, sizes.verified_rows)
         if own:
             ring = DeviceRing(sizes.ring_bytes, device)
-            twins = torch.empty(sizes.twin_bytes, dtype=torch.uint8, device=device)
+            staging = torch.empty(sizes.staging_bytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # torch's out of memory, on any device
         what, _, _ = str(error).partition("\n")
         raise ConfigError(
@@ -153,7 +153,7 @@ def take_capture_memory(runner: Any, plan: LayerPlan, group: StartGroup) -> Capt
             "model's weights, and there is not so much; give a smaller --chunked-prefill-size "
             f"(now {args.chunked_prefill_size}), or --hc-forms kv ({what})"
         ) from None
-    return CaptureMemory(sizes, taps, verified, ring, twins)
+    return CaptureMemory(sizes, taps, verified, ring, staging)
 
 
 def _tap_branch(runner: Any, device: torch.device) -> SideBranch | None:

@@ -2,10 +2,10 @@
 
 KV form is a copy. Hidden form runs the K and V part of a layer's projection again, over another
 number of rows; `measure` says whether this device gives the same bits then. Where it does not and
-bit identity is demanded, `settle` looks for a product that does: the whole fused projection, which
-has the shape of the forward pass, and on a CPU fixed tiles, which replace the product of the
-forward pass as well. On a GPU it is SGLang's --enable-deterministic-inference that makes products
-independent of the rows; a restoration then runs the very same operator.
+bit identity is demanded, `choose_product` looks for a product that does: the whole fused
+projection, which has the shape of the forward pass, and on a CPU fixed tiles, which replace the
+product of the forward pass as well. On a GPU it is SGLang's --enable-deterministic-inference that
+makes products independent of the rows; a restoration then runs the very same operator.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def prepare(args: Any, layers: Sequence[LayerAdapter] | None, demanded: bool) ->
         layer.models_product = demanded or args.enable_deterministic_inference
 
 
-def settle(layers: Sequence[LayerAdapter], demanded: bool) -> HiddenProof:
+def choose_product(layers: Sequence[LayerAdapter], demanded: bool) -> HiddenProof:
     """Measure, and where bit identity is demanded choose the first product that is proven.
 
     Changes the layers' products, before any CUDA graph is captured. Without a proof everything is
@@ -102,13 +102,13 @@ def settle(layers: Sequence[LayerAdapter], demanded: bool) -> HiddenProof:
 
 
 def use_plain_products(layers: Sequence[LayerAdapter]) -> None:
-    """Undo what `settle` chose: no layer is kept as hidden states after all."""
+    """Undo what `choose_product` chose: no layer is kept as hidden states after all."""
     if all(layer.unquantized for layer in layers):
         _choose(layers, on_tiles=False, whole=False)
 
 
 def has_fixed_tiles(model: torch.nn.Module) -> bool:
-    """Whether `settle` put fixed tiles into the model."""
+    """Whether `choose_product` put fixed tiles into the model."""
     return any(type(getattr(m, "quant_method", None)) is FixedTiles for m in model.modules())
 
 

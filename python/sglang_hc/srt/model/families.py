@@ -60,7 +60,7 @@ class LayerAdapter:
         # A quantised projection cannot be sliced; the whole of it is run instead.
         self.sliceable = self.unquantized
         self.linear: Product = torch.nn.functional.linear
-        """Product of a sliced projection; `exactness.settle` may choose another one."""
+        """Product of a sliced projection; `exactness.choose_product` may choose another one."""
         self.models_product = False
         """Whether restorations may run no other product than the model's: kernels of our own add up
         in another order."""

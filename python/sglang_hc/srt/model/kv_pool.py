@@ -1,27 +1,24 @@
 """SGLang's KV pools as rows of bytes, and as the target of a restoration.
 
-There are two ways to gather rows that go to the host. `torch` launches one `index_select` per layer
-and part of a row. Where the package sglang_hc_kernels is installed, `kernel` launches one kernel
-per part, with a table of the layers' addresses on the device that is made once. On a GPU the second
-way is used where it reads the same bytes and is faster.
+Rows that go to the host are gathered by one `index_select` per layer and part of a row, on a GPU by
+a kernel of the package sglang_hc_kernels where that is installed and was faster at start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import gt
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-from sglang_hc.capture.direct import DeviceRing, tensors_of
-from sglang_hc.device import autotune
-from sglang_hc.device.autotune import Seconds, bytes_differ, seconds_on
+from sglang_hc.capture.direct import DeviceRing
 from sglang_hc.device.gather_scatter import DevicePool, gather, scatter
 from sglang_hc.srt.model.columns import Columns, all_columns
 from sglang_hc.srt.model.families import LayerAdapter
 from sglang_hc.srt.model.projection import (
+    TIMED_ROWS,
     Projection,
     by_sglang,
     installed_kernels,
@@ -30,14 +27,6 @@ from sglang_hc.srt.model.projection import (
 
 Gather = Callable[[DevicePool, Sequence[int], torch.Tensor, list[torch.Tensor], int], None]
 """`DevicePool.gather` of the pool that comes first."""
-
-CHECKED_ROWS = 48
-TIMED_ROWS = 1024
-"""Rows of the timed gathering, as far as a piece of the ring holds them."""
-
-WRITTEN = 59
-"""Checked rows have bytes up to this one: finite numbers in every format that a pool may have,
-because an attention kernel may multiply by rows that it masks."""
 
 
 class UnsupportedPool(ValueError):
@@ -167,90 +156,16 @@ def _buffers(pool: Any) -> list[list[torch.Tensor]]:
     return buffers
 
 
-class KernelGather:
-    """One launch per part of a KV row, for all layers of one pool."""
-
-    def __init__(self, kernels: Any) -> None:
-        """kernels: the package sglang_hc_kernels."""
-        self._kernels = kernels
-        self._tables: dict[tuple[int, ...], list[Any]] = {}
-
-    def __call__(
-        self, pool: DevicePool, layers: Sequence[int], slots: torch.Tensor,
-        targets: list[torch.Tensor], at: int,
-    ) -> None:  # fmt: skip
-        """As `DevicePool.gather`. The first call for some layers copies to the device and waits;
-        `choose_gather` makes it, before the first request."""
-        for table, target in zip(self._tables_of(pool, tuple(layers)), targets, strict=True):
-            self._kernels.gather_rows(table, slots, target[:, at:])
-
-    def _tables_of(self, pool: DevicePool, layers: tuple[int, ...]) -> list[Any]:
-        """Per part, the addresses of its buffers in these layers."""
-        if layers not in self._tables:
-            parts = zip(*(pool.rows(layer) for layer in layers), strict=True)
-            self._tables[layers] = [self._kernels.PointerTable(part) for part in parts]
-        return self._tables[layers]
-
-
-def gathers(kernels: Any) -> dict[str, Gather]:
-    """The ways there are. kernels: None where they are not installed."""
-    ways: dict[str, Gather] = {"torch": gather}
-    if kernels is not None:
-        ways["kernel"] = KernelGather(kernels)
-    return ways
-
-
 def fastest_gather(
     pool: KvPoolRows, layers: Sequence[int], allocator: Any, ring: DeviceRing
 ) -> Gather:
-    """The fastest way for this model on this GPU. Runs before any request, when no slot is in use.
+    """The fastest way to gather rows on this GPU. Runs before any request, when no slot is in use.
 
     layers: those whose KV is saved, at least one.
     """
-    ways = gathers(installed_kernels())
+    kernels = installed_kernels()
+    if kernels is None:
+        return gather
     with unused_slots(allocator, TIMED_ROWS) as slots:
-        return ways[choose_gather(pool, layers, ways, slots, ring, seconds_on(pool.device))]
-
-
-def choose_gather(
-    pool: KvPoolRows, layers: Sequence[int], ways: Mapping[str, Gather], slots: torch.Tensor,
-    ring: DeviceRing, seconds: Seconds,
-) -> str:  # fmt: skip
-    """Name of the fastest way that reads what the first way reads, in pieces as they are served.
-
-    slots: (n,) int64 device slots that nobody uses; they are written.
-    """
-    slots = slots[: ring.rows(len(layers) * sum(pool.part_bytes))]
-    checked = slots[:CHECKED_ROWS]
-    _fill(pool, layers, checked)
-
-    def targets(rows: int) -> list[torch.Tensor]:
-        """Where a piece of `rows` rows lies in the ring."""
-        return tensors_of(ring.memory, [(len(layers), rows, width) for width in pool.part_bytes])
-
-    check, timed = targets(len(checked)), targets(len(slots))
-
-    def read(way: Gather) -> torch.Tensor:
-        """What one way reads, as bytes, into memory that held something else before."""
-        for target in check:
-            target.fill_(WRITTEN + 1)
-        # The first row alone, then the others behind it: a piece need not begin where its memory
-        # does.
-        way(pool, layers, checked[:1], check, 0)
-        way(pool, layers, checked[1:], check, 1)
-        return torch.cat([target.flatten() for target in check])
-
-    def work(way: Gather) -> None:
-        way(pool, layers, slots, timed, 0)
-
-    return autotune.choose("KV rows from the pool", ways, read, bytes_differ, work, seconds)
-
-
-def _fill(pool: KvPoolRows, layers: Sequence[int], slots: torch.Tensor) -> None:
-    """Bytes that differ from row to row and from layer to layer."""
-    generator = torch.Generator().manual_seed(0)
-    for layer in layers:
-        for part in pool.rows(layer):
-            shape = slots.numel(), part.shape[1]
-            values = torch.randint(0, WRITTEN + 1, shape, generator=generator, dtype=torch.uint8)
-            part[slots] = values.to(part.device)
+        chosen: Gather = kernels.fastest_gather(pool, layers, slots, ring)
+        return chosen

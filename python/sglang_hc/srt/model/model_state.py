@@ -1,4 +1,4 @@
-"""What is settled when the model is loaded: costs, layer plan, self-check, taps."""
+"""What is decided when the model is loaded: costs, layer plan, self-check, taps."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from sglang_hc.srt.model import calibrate, families
 from sglang_hc.srt.model.capture_memory import CaptureMemory, take_capture_memory
 from sglang_hc.srt.model.exactness import (
     HiddenProof,
+    choose_product,
     disagreement,
     of_all_ranks,
     prepare,
-    settle,
     use_plain_products,
 )
 from sglang_hc.srt.model.recompute import Pieces, not_exact, recompute_excluded
@@ -40,13 +40,13 @@ MODEL_STATE = "_hc_model"
 
 @dataclass(frozen=True)
 class ModelState:
-    """What `after_load_model` settled for one model runner.
+    """What `after_load_model` decided for one model runner.
 
     plan: of the whole model. has_stages: other ranks have the model's other layers. own_plan: of
     this rank's layers, numbered from 0. cost: None where the machine could not be measured.
     layers: adapters of the held layers, None where none of them is hidden. memory: what capture
     needs of the device. proof: what was measured of hidden form, None where it is not used. group:
-    the ranks that settled it together.
+    the ranks that decided it together.
     """
 
     plan: LayerPlan
@@ -94,7 +94,7 @@ def after_load_model(result: Any, self: Any) -> None:
     proof = None
     if reason is None:
         assert layers is not None
-        proof = of_all_ranks(settle(layers, config.exact), group)
+        proof = of_all_ranks(choose_product(layers, config.exact), group)
         reason = disagreement(proof, self.dtype) or _not_proven(self, config, proof)
     cost = calibrate.cost_model(self, config, layers, reason is None, group)
     held = families.held_layers(self.model, self.model_config.num_hidden_layers)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -101,25 +101,11 @@ def _turned(
     return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
 
 
-class _Attention(NamedTuple):
-    """One layer's attention: the module, the part of it that reads the pool, and its rotary
-    embedding, None for a layer without."""
-
-    module: Any
-    radix: Any
-    rotary: Any
-
-
 def checked_rotation(runner: Any, plan: LayerPlan) -> TableRotation:
     """Moves K of the model of SGLang's runner. Raises ConfigError where it was not seen to be
     right."""
-    pool = runner.token_to_kv_pool
     try:
-        if plan.kv and pool.dtype != runner.dtype:
-            raise CannotMove(f"K is kept as {pool.dtype}, too coarse to be rotated again")
-        moves = probes(runner.model_config.context_len)
-        hidden_size = runner.model_config.hidden_size
-        return rotation_for(runner.model, pool, hidden_size, runner.dtype, moves)
+        return _checked(runner, plan)
     except CannotMove as error:
         raise ConfigError(
             f"--hc-overflow reembed: {error}, so what is stored cannot move to other positions; "
@@ -127,56 +113,41 @@ def checked_rotation(runner: Any, plan: LayerPlan) -> TableRotation:
         ) from None
 
 
-class Moves(NamedTuple):
-    """Positions of the same tokens before and after a move, (n,) each."""
-
-    old: torch.Tensor
-    new: torch.Tensor
-
-    def on(self, device: torch.device) -> Moves:
-        return Moves(self.old.to(device), self.new.to(device))
-
-
-def probes(context: int) -> Moves:
-    """Moves that stand for all that a context of so many tokens, 128 at least, can make.
-
-    From near the start, from each power of two and from the last position, to the first block. The
-    new positions are a batch of short requests, so a table that depends on the longest one shows.
-    """
-    powers = (1 << bit for bit in range(6, (context - 1).bit_length()))
-    old = sorted({place for place in (*_NEAR, *powers, context - 1) if place < context})
-    new = [7 * index % BLOCK_TOKENS for index in range(len(old))]
-    return Moves(torch.tensor(old), torch.tensor(new))
-
-
-def rotation_for(
-    model: Any, pool: Any, hidden_size: int, dtype: torch.dtype, moves: Moves
-) -> TableRotation:
-    """Moves K of this model. Raises CannotMove where it was not seen to be right.
-
-    Each layer's attention is run up to the pool on a few hidden states, at both sets of positions
-    of `moves`: K of the new one must come out when K of the old one is moved.
-    """
-    learned = next((name for name, _ in model.named_modules() if _LEARNED.search(name)), None)
+def _checked(runner: Any, plan: LayerPlan) -> TableRotation:
+    """Each layer's attention is run up to the pool on a few hidden states, at both sets of
+    positions of `probes`: K of the new one must come out when K of the old one is moved. Raises
+    CannotMove."""
+    model, pool, dtype = runner.model, runner.token_to_kv_pool, runner.dtype
     name = type(model).__name__
+    if plan.kv and pool.dtype != dtype:
+        raise CannotMove(f"K is kept as {pool.dtype}, too coarse to be rotated again")
+    learned = next((part for part, _ in model.named_modules() if _LEARNED.search(part)), None)
     if learned is not None:
         raise CannotMove(f"{name} adds learned positions to its embeddings ({learned})")
-    layers = _attentions(model)
-    mla = isinstance(pool, MLATokenToKVPool)
-    rotaries = [_known(layer.rotary) for layer in layers]
+    found = {
+        radix.layer_id: (module, radix)
+        for module in model.modules()
+        for radix in module.children()
+        if isinstance(radix, RadixAttention)
+    }
+    layers = [found[layer] for layer in sorted(found)]
+    rotaries = [known_rotary(getattr(module, "rotary_emb", None)) for module, _ in layers]
     if all(rotary is None for rotary in rotaries):
         raise CannotMove(f"{name} has no rotary embedding that is known")
-    heads = 1 if mla else pool.head_num
-    rotation = TableRotation(rotaries, dtype, heads, pool.kv_lora_rank if mla else 0)
+    latent = isinstance(pool, MLATokenToKVPool)
+    heads, first = (1, pool.kv_lora_rank) if latent else (pool.head_num, 0)
+    width = pool.kv_cache_dim if latent else runner.model_config.hidden_size
+    rotation = TableRotation(rotaries, dtype, heads, first)
     device = next(model.parameters()).device
-    for index, layer in enumerate(layers):
-        key = partial(_latent_key, pool.kv_lora_rank, layer) if mla else partial(_key, layer)
+    old, new = (places.to(device) for places in probes(runner.model_config.context_len))
+    for index, (layer, rotary) in enumerate(zip(layers, rotaries, strict=True)):
+        key = partial(_latent_key, first, rotary) if latent else partial(_key, *layer)
         generator = torch.Generator().manual_seed(index)
-        width = pool.kv_cache_dim if mla else hidden_size
-        states = torch.randn((len(moves.old), width), generator=generator).to(device, dtype)
+        states = torch.randn((len(old), width), generator=generator).to(device, dtype)
         with torch.no_grad():
-            stored, wanted = (key(states.clone(), places) for places in moves.on(device))
-        error = _difference(rotation, index, stored, wanted, moves.on(device))
+            stored, wanted = (key(states.clone(), at).reshape(len(old), -1) for at in (old, new))
+        (moved,) = rotation.move(index, [stored.view(torch.uint8)], old, new)
+        error = relative_error(wanted, moved.view(stored.dtype))
         if not error <= TOLERANCE[dtype]:
             raise CannotMove(
                 f"K of layer {index} of {name} differs by {error:.1e} when it is moved"
@@ -184,27 +155,29 @@ def rotation_for(
     return rotation
 
 
-def _attentions(model: Any) -> list[_Attention]:
-    """Attention of each layer, in order."""
-    found: dict[int, _Attention] = {}
-    for module in model.modules():
-        for radix in module.children():
-            if isinstance(radix, RadixAttention):
-                rotary = getattr(module, "rotary_emb", None)
-                found[radix.layer_id] = _Attention(module, radix, rotary)
-    return [found[layer] for layer in sorted(found)]
+def probes(context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions, (n,) each, of the same tokens before and after moves that stand for all that a
+    context of so many tokens, 128 at least, can make.
+
+    From near the start, from each power of two and from the last position, to the first block. The
+    new positions are a batch of short requests, so a table that depends on the longest one shows.
+    """
+    powers = (1 << bit for bit in range(6, (context - 1).bit_length()))
+    old = sorted({place for place in (*_NEAR, *powers, context - 1) if place < context})
+    return torch.tensor(old), torch.arange(len(old)) * 7 % BLOCK_TOKENS
 
 
-def _known(rotary: Any) -> Any:
+def known_rotary(rotary: Any) -> Any:
+    """The rotary embedding of a layer, None for one without. Raises CannotMove."""
     if rotary is not None and type(rotary) not in KNOWN:
         raise CannotMove(f"{type(rotary).__name__} does not give K a fixed place")
     return rotary
 
 
-def _key(layer: _Attention, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _key(module: Any, radix: Any, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """K of hidden states, which may be changed."""
     try:
-        return model_kv(layer.module, layer.radix, hidden, positions)[0]
+        return model_kv(module, radix, hidden, positions)[0]
     except Exception as error:
         raise CannotMove(
             f"its attention could not be run on its own to see whether K moves ({error})"
@@ -212,18 +185,9 @@ def _key(layer: _Attention, hidden: torch.Tensor, positions: torch.Tensor) -> to
 
 
 def _latent_key(
-    rank: int, layer: _Attention, rows: torch.Tensor, positions: torch.Tensor
+    rank: int, rotary: Any, rows: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """Latent rows, of which the rotary embedding alone is run. rank: columns it leaves alone."""
     key = rows[:, None, rank:]
-    _, turned = layer.rotary(positions, key.clone(), key.clone())
+    _, turned = rotary(positions, key.clone(), key.clone())
     return torch.cat((rows[:, None, :rank], turned), dim=-1)
-
-
-def _difference(
-    rotation: TableRotation, layer: int, stored: torch.Tensor, wanted: torch.Tensor, moves: Moves
-) -> float:
-    count = len(moves.old)
-    rows = stored.contiguous().view(count, -1).view(torch.uint8)
-    (moved,) = rotation.move(layer, [rows], *moves)
-    return relative_error(wanted.reshape(count, -1), moved.view(stored.dtype).view(count, -1))

@@ -16,7 +16,7 @@ from typing import Any
 from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.direct import DirectRows
 from sglang_hc.capture.saving import DeviceState, HiddenPath
-from sglang_hc.capture.snapshots import ScatterQueue
+from sglang_hc.capture.snapshots import ScatterQueue, Snapshots
 from sglang_hc.config import GIB, ConfigError, HcConfig, read_buffer_bytes
 from sglang_hc.device.copy_stream import CopyStream, SideStream, copy_stream_for
 from sglang_hc.device.exactness import Exactness
@@ -122,7 +122,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     tiers = Tiers(host, disk, capture, restorer, queue, retention, exact, ranks, own_errors)
     compute, order = ComputeStream.of(runner), None
     if config.eviction == "queue" and model.params.eviction_policy.lower() == "lru":
-        order = DeviceOrder(fingerprint, wanted, retention.keeps)
+        order = DeviceOrder(fingerprint, wanted)
     taps, share = state.memory.taps, config.audit
     audit = audit_of(tiers, pool, device.pool, taps, runner, compute, counters, share)
     tree = made.tree(model.params, tiers, model.scheduler, compute, order, audit)
@@ -384,11 +384,12 @@ def _capture(
     """Saving copies in the opposite direction of restoring; a GPU does both at the same time."""
     taken, pool, copies = model.state.memory, memory.pool, device.copy_stream.opposite()
     hidden = kv = None
+    ways = copies, scatters, taken.ring
     if pool.layout.plan.hidden:
-        snapshots = memory.snapshots
-        hidden = HiddenPath(pool, snapshots, taken.twins, copies, scatters, taken.ring)
+        snapshots = Snapshots(memory.snapshots, taken.staging, copies, scatters)
+        hidden = HiddenPath(snapshots, DirectRows([pool.hidden], *ways))
     if pool.layout.kv_layers:
-        kv = DirectRows(pool.kv, copies, scatters, taken.ring)
+        kv = DirectRows(pool.kv, *ways)
     state = DeviceState(device.pool, taken.taps, taken.verified, hidden, kv)
     on_ready = disk.spill if disk is not None else lambda node: None
     return Capture(pool.layout, host, scatters, state, on_ready, ranks.clock)

@@ -18,7 +18,7 @@ from sglang_hc.policy.cost_model import CostModel
 from sglang_hc.srt.arguments.server_args import ALWAYS_ENV
 from sglang_hc.srt.engine import in_place
 from sglang_hc.srt.model import calibrate, families
-from sglang_hc.srt.model.exactness import disagreement, prepare, settle
+from sglang_hc.srt.model.exactness import choose_product, disagreement, prepare
 from sglang_hc.srt.model.model_state import hidden_excluded
 from sglang_hc.srt.ranks.start_group import StartGroup
 
@@ -64,7 +64,7 @@ def load_model(model: str, flags: Sequence[str]) -> Loaded:
     hidden = hidden_excluded(runner, layers) is None
     if hidden:
         assert layers is not None
-        proof = settle(layers, exact)
+        proof = choose_product(layers, exact)
         hidden = disagreement(proof, runner.dtype) is None and (proof.wrong is None or not exact)
     return Loaded(runner, layers, hidden)
 

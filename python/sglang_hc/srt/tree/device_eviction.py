@@ -1,19 +1,17 @@
 """Which leaves of the device tree leave first (AttentionStore section 3.3.2, on the device).
 
     needed by a waiting request       last; the one needed last goes first
-    pinned for its session            before those; it has a copy below
-    without a copy below the device   gets a second chance, once per use
+    pinned for its session            before those
     the rest                          SGLang's order, least recently used first
 
-With nobody waiting and copies of everything below, this is SGLang's own order. A copy makes leaving
-free, so what has none stays about twice as long; staying for ever would fill the device with what
-nobody uses. Nothing here compares times of different clocks, so all ranks of a group decide alike.
+With nobody waiting and no pins this is SGLang's own order. Nothing here compares times of different
+clocks, so all ranks of a group decide alike.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
@@ -24,20 +22,16 @@ from sglang_hc.tree.identity import BLOCK_BYTES, block_id, block_ids, pack_token
 NOTE = "hc_blocks"
 """Attribute of a device node that holds its `NodeBlocks`."""
 
-CHANCE = "hc_chance"
-"""Attribute of a device node that had its second chance: the times of its last use, before and now.
-It holds as long as the node's own time is the later one."""
-
 
 class NodeBlocks(NamedTuple):
     """Blocks that end in a device node of `length` tokens; the node's own end counts as one.
 
-    chain: identity of the last whole block of the path. rest: packed tokens of the path behind it.
+    first: identity of the first of them. chain: of the last whole block of the path. rest: packed
+    tokens of the path behind it.
     """
 
     length: int
     first: bytes
-    last: bytes
     chain: bytes
     rest: bytes
 
@@ -45,13 +39,12 @@ class NodeBlocks(NamedTuple):
 class DeviceOrder:
     """Order of leaves for `HcRadixCache.evict`. Belongs to the scheduler thread.
 
-    needs: ranks of waiting requests, infinity for a pin. kept: whether a tier below has a block.
+    needs: ranks of waiting requests, infinity for a pin.
     """
 
-    def __init__(self, fingerprint: bytes, needs: NextUse, kept: Callable[[bytes], bool]) -> None:
+    def __init__(self, fingerprint: bytes, needs: NextUse) -> None:
         self._fingerprint = fingerprint
         self._needs = needs
-        self._kept = kept
 
     def evict(self, tree: DeviceTree, tokens: int) -> int:
         """Take leaves out of the device tree until so many slots are free, as far as there are
@@ -81,26 +74,12 @@ class DeviceOrder:
                 if use is not None:
                     heappush(needed, (-use, node))
                     continue
-                if _chance(node) is None and not self._kept(self._blocks(node).last):
-                    now = time.monotonic()
-                    setattr(node, CHANCE, (node.last_access_time, now))
-                    node.last_access_time = now
-                    heappush(heap, (now, node))
-                    continue
             else:
                 _, node = heappop(needed)
-            # What is above it may leave as well, unless it was used later: it had the same chance,
-            # or is part of the same copy. (A prompt ends inside a block; when its reply is saved,
-            # the copy of that shorter block gives way to one that holds both.)
-            chance = _chance(node)
-            used = node.last_access_time if chance is None else chance
             parent = node.parent
             yield node
             if not parent.children and parent.lock_ref == 0:
-                when = parent.last_access_time
-                if when <= used:
-                    setattr(parent, CHANCE, (when, when))
-                heappush(heap, (when, parent))
+                heappush(heap, (parent.last_access_time, parent))
 
     def _blocks(self, node: Any) -> NodeBlocks:
         """The node's blocks, noted on it and on its ancestors; a note ends when a node is split."""
@@ -112,7 +91,7 @@ class DeviceOrder:
             known = _noted(node)
         if known is None:  # the root of all namespaces
             root = root_id(self._fingerprint, missing[-1].key.extra_key)
-            known = NodeBlocks(0, root, root, root, b"")
+            known = NodeBlocks(0, root, root, b"")
         for below in reversed(missing):
             known = self._extend(known, below)
             setattr(below, NOTE, known)
@@ -123,16 +102,10 @@ class DeviceOrder:
         whole = block_ids(self._fingerprint, above.chain, tokens)
         chain = whole[-1] if whole else above.chain
         rest = tokens[len(whole) * BLOCK_BYTES :]
-        last = block_id(self._fingerprint, chain, rest) if rest else chain
-        return NodeBlocks(len(node.key), whole[0] if whole else last, last, chain, rest)
+        first = whole[0] if whole else block_id(self._fingerprint, chain, rest)
+        return NodeBlocks(len(node.key), first, chain, rest)
 
 
 def _noted(node: Any) -> NodeBlocks | None:
     note: NodeBlocks | None = getattr(node, NOTE, None)
     return note if note is not None and note.length == len(node.key) else None
-
-
-def _chance(node: Any) -> float | None:
-    """When a node was used before its second chance; None if it had none since its last use."""
-    before, now = getattr(node, CHANCE, (None, None))
-    return before if now == node.last_access_time else None

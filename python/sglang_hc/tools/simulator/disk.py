@@ -9,7 +9,7 @@ from sglang_hc.policy.eviction import EvictionPolicy
 class DiskBlock:
     """One block on disk; what a policy sees of it. ready_at: when its write is through."""
 
-    __slots__ = ("block_id", "children", "hits", "parent", "ready_at")
+    __slots__ = ("block_id", "children", "parent", "ready_at")
 
     pins = 0
     num_tokens = BLOCK_TOKENS
@@ -19,7 +19,6 @@ class DiskBlock:
         self.parent = parent
         self.ready_at = ready_at
         self.children = 0
-        self.hits = 0
 
     @property
     def is_leaf(self) -> bool:
@@ -75,7 +74,6 @@ class SimulatedDisk:
             block = self._blocks.get(block_id)
             if block is None:
                 break
-            block.hits += 1
             path.append(block)
         self._policy.access(path)
 

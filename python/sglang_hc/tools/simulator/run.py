@@ -22,7 +22,7 @@ from sglang_hc.tools.simulator.replay import BeladyPolicy, Oracle, replay
 from sglang_hc.tools.simulator.tiers import TieredCache, TierSizes
 from sglang_hc.tools.simulator.workloads import Workload
 
-SIMULATED_POLICIES = (*POLICIES, "belady")
+SIMULATED_POLICIES = (*POLICIES, "fifo", "belady")
 
 Progress = Callable[[int], None]
 

@@ -8,7 +8,7 @@ from itertools import islice, takewhile
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.eviction import Block, EvictionPolicy, IsProtected, LruPolicy, make_policy
+from sglang_hc.policy.eviction import Block, EvictionPolicy, IsProtected, LruPolicy
 from sglang_hc.queue.fetches import Missing, RestoreCosts
 from sglang_hc.queue.meeting import Step, TailReads
 from sglang_hc.queue.meetings import Meetings
@@ -17,6 +17,7 @@ from sglang_hc.queue.windows import EVICTION_STRETCH, LookAhead
 from sglang_hc.store.layer_reads import LayerReads
 from sglang_hc.tools.simulator.disk import DiskBlock, SimulatedDisk
 from sglang_hc.tools.simulator.jobs import FINGERPRINT, Job, tail_identity
+from sglang_hc.tools.simulator.policies import policy_named
 from sglang_hc.tools.simulator.reads import Transfer
 from sglang_hc.tree.block_tree import BlockNode, BlockTree, PathMatch
 from sglang_hc.tree.host_tier import HostTier
@@ -95,7 +96,7 @@ class TieredCache:
         def nodes(tier: str, slots: int) -> tuple[HostTier | None, EvictionPolicy[BlockNode]]:
             if not slots:
                 return None, LruPolicy()  # never told of a block
-            order = node_policy(tier) if node_policy else make_policy(policy, self.window)
+            order = node_policy(tier) if node_policy else policy_named(policy, self.window)
             return HostTier(BlockTree(FINGERPRINT), slots, order), order
 
         self.host, host_policy = nodes("host", sizes.host)
@@ -104,7 +105,7 @@ class TieredCache:
         self.disk: SimulatedDisk | None = None
         if sizes.disk:
             # The server's disk orders by age outside the window (store/disk/eviction.py).
-            order = disk_policy() if disk_policy else make_policy(policy, self.window, by_age=True)
+            order = disk_policy() if disk_policy else policy_named(policy, self.window, disk=True)
             self.disk = SimulatedDisk(sizes.disk, order)
         self._disk_write_free = 0.0
         self.write_seconds = costs.block_seconds(SourceTier.DISK)

@@ -18,7 +18,6 @@ from sglang_hc.queue.windows import LookAhead
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
-from sglang_hc.tree.block_tree import BlockTree
 from sglang_hc.tree.identity import pack_tokens
 from support.host import FINGERPRINT, identities
 from support.tiers import NoScheduler, build
@@ -45,10 +44,10 @@ def params() -> CacheInitParams:
     )
 
 
-def ours(kept: Any = lambda _: True) -> tuple[HcRadixCache, LookAhead[str]]:
+def ours() -> tuple[HcRadixCache, LookAhead[str]]:
     window: LookAhead[str] = LookAhead()
     tiers, _, _ = build(LayerPlan(0, 0, 1), slots=2, device_slots=4)
-    order = DeviceOrder(FINGERPRINT, window, kept)
+    order = DeviceOrder(FINGERPRINT, window)
     compute = ComputeStream(torch.device("cpu"))
     return HcRadixCache(params(), tiers, NoScheduler(), compute, order), window  # type: ignore[arg-type]
 
@@ -124,11 +123,9 @@ def test_with_nobody_waiting_it_is_sglangs_own_order(history: Any) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(steps, st.sets(st.integers(0, 255)), prompts)
-def test_whatever_is_needed_or_kept_evict_frees_what_it_can(
-    history: Any, kept: set[int], needed: list[int]
-) -> None:
-    cache, window = ours(lambda identity: identity[0] in kept)
+@given(steps, prompts)
+def test_whatever_is_needed_evict_frees_what_it_can(history: Any, needed: list[int]) -> None:
+    cache, window = ours()
     window.update(["r"], 9, lambda _: needs(stretch(needed, 100)))
     for number, (action, short, salt, count) in enumerate(history):
         if action == "evict":
@@ -180,53 +177,3 @@ def test_needs_of_another_namespace_protect_nothing(salt: str | None) -> None:
     cache.evict(EvictParams(num_tokens=130))
     assert (held(cache, turn(0), "a") > 0) == (salt == "a")
     assert (held(cache, turn(0)) > 0) == (salt is None)
-
-
-def test_without_a_copy_below_a_leaf_stays_about_twice_as_long_but_not_for_ever() -> None:
-    alone = turn(0)
-    cache, _ = ours(lambda identity: identity not in needs_of_alone)
-    needs_of_alone = set(needs(alone[:128])) | {needs_of_tail(alone)}
-    insert(cache, alone)
-    insert(cache, turn(1))
-    cache.evict(EvictParams(num_tokens=1))
-    assert held(cache, alone) and not held(cache, turn(1))
-    insert(cache, turn(2))
-    cache.evict(EvictParams(num_tokens=1))
-    assert not held(cache, alone) and held(cache, turn(2))
-
-
-def test_a_prompt_leaves_behind_its_reply_whose_copy_holds_both() -> None:
-    """A prompt ends inside a block. Its copy gave way to the reply's, which has all of its tokens:
-    that is no state without a copy."""
-    prompt, reply = turn(0, 200), turn(0, 210)
-    below = {*needs(reply[:192]), needs_of_tail(reply)}
-    cache, _ = ours(lambda identity: identity in below)
-    insert(cache, prompt)
-    insert(cache, reply)
-    insert(cache, turn(1, 64))
-    below.update(needs(turn(1, 64)))
-    cache.evict(EvictParams(num_tokens=210))
-    assert not held(cache, prompt) and held(cache, turn(1, 64)) == 64
-
-
-def test_a_prompt_that_was_used_behind_its_reply_is_judged_by_its_own_blocks() -> None:
-    prompt, reply = turn(0, 200), turn(0, 210)
-    below = {*needs(reply[:192]), needs_of_tail(reply), *needs(turn(1, 64))}
-    cache, _ = ours(lambda identity: identity in below)
-    insert(cache, prompt)
-    insert(cache, reply)
-    insert(cache, turn(1, 64))
-    cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", prompt))))
-    cache.evict(EvictParams(num_tokens=74))
-    assert held(cache, reply) == 200 and not held(cache, turn(1, 64))
-    cache.evict(EvictParams(num_tokens=200))
-    assert not held(cache, prompt)
-
-
-def needs_of_tail(tokens: list[int]) -> bytes:
-    """Identity of a path's last, shorter block."""
-    tree = BlockTree(FINGERPRINT)
-    parent = tree.root(None)
-    for start in range(0, len(tokens), 64):
-        parent = tree.insert(parent, pack_tokens(tokens[start : start + 64])).node
-    return parent.block_id

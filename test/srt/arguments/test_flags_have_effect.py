@@ -23,6 +23,8 @@ from sglang.srt.server_args import ServerArgs
 from sglang_hc.config import FLAGS, ConfigError, flag_of
 from sglang_hc.srt.arguments import hicache_flags
 from sglang_hc.srt.arguments.server_args import config_of
+from support.core import MODELS
+from support.profiles import FREE_LOADING
 
 KEY = str(Path(tempfile.gettempdir()) / f"sglang-hc-test-key-{os.getpid()}")
 """A file that `plugin` writes."""
@@ -33,7 +35,7 @@ ALONE = {
     "restore": "always", "ttl": "3", "schedule": "ready-first",
     "overflow": "recompute", "exact": None, "open_routes": None,
     "audit": "1",
-    "profile": str(Path(__file__).parents[1] / "support" / "free_loading.json"),
+    "profile": str(FREE_LOADING),
 }  # fmt: skip
 """Flags that have an effect by themselves, with a value."""
 
@@ -82,7 +84,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch, models: None, tmp_path: Path) -> Ite
 
 
 CPU = ("--device", "cpu")
-MODEL = ("--model-path", str(Path(__file__).parents[2] / "models" / "llama-mha"))
+MODEL = ("--model-path", str(MODELS / "llama-mha"))
 
 
 def parsed(*words: str | None) -> ServerArgs:

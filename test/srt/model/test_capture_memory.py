@@ -22,7 +22,7 @@ from sglang_hc.srt.model.capture_memory import (
 from sglang_hc.srt.ranks.start_group import StartGroup
 from support.ledger import MODELS, Entry, ledger, table
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ALONE = StartGroup(0, 1)
 SHAPE = StateShape(1, 64, (32, 32), "float32")
 
@@ -43,7 +43,7 @@ def test_a_pass_of_the_defaults_fits_on_every_card(entries: list[Entry]) -> None
 
 def test_what_capture_takes_leaves_room_for_the_kv_pool(entries: list[Entry]) -> None:
     for e in entries:
-        assert e.taps + e.ring + e.twins <= 0.12 * e.gpu, e
+        assert e.taps + e.ring + e.staging <= 0.12 * e.gpu, e
         assert e.kv_tokens >= MODELS[e.model].context, e
         # Allocated behind the pool's back: a small part of what SGLang leaves for activations.
         assert e.behind <= e.reserve / 6, e
@@ -104,7 +104,7 @@ def test_a_pass_longer_than_the_taps_is_said_once(
             runner_of(args_of(chunked_prefill_size=-1), context), LayerPlan(0, 1, 0), ALONE
         )
     assert memory.taps is not None and memory.taps.rows == UNCHUNKED_ROWS
-    assert memory.ring is None and memory.twins is None
+    assert memory.ring is None and memory.staging is None
     assert len([r for r in caplog.records if "hidden states of its" in r.message]) == told
 
 
