@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +15,15 @@ from hypothesis import strategies as st
 
 from sglang_hc import profile_file
 from sglang_hc.errors import ConfigError
+from sglang_hc.forms import LayerPlan
+from sglang_hc.policy.correction import WINDOW, Resource
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit
-from sglang_hc.profile_file import decode, encode
+from sglang_hc.profile_file import CachedProfile, decode, encode
 from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
 from sglang_hc.tools.model_shape import ModelShape
 from support.profiles import FREE_LOADING, cost_model, write
+from support.waiting import until
 
 HERE = "llama 1234, H200"
 COST = replace(cost_model(host=1e-6), fingerprint=HERE)
@@ -96,19 +100,73 @@ def test_a_given_profile_must_be_this_servers_and_name_its_tiers(tmp_path: Path)
         profile_file.load_given(str(tmp_path / "none.json"), HERE, both)
 
 
+def server(learned: float) -> CachedProfile:
+    """Has read its costs from the cache, and learned."""
+    cost = profile_file.load_cached(HERE)
+    assert cost is not None
+    one = CachedProfile(cost)
+    for _ in range(WINDOW):
+        cost.observe({Resource.PREFILL: 1.0}, learned)
+    return one
+
+
+def test_what_a_server_learned_is_where_the_next_one_begins() -> None:
+    profile_file.save_cached(COST)
+    server(4.0).close()
+    found = profile_file.load_cached(HERE)
+    assert found is not None and found.learned == {Resource.PREFILL: pytest.approx(4.0)}
+    assert replace(found, learned={}) == COST
+    server(5.0).close()
+    found = profile_file.load_cached(HERE)
+    assert found is not None and found.prefill_layer(100, 0) == pytest.approx(500.0)
+
+
+def test_large_changes_are_kept_at_once_and_nothing_else_is_written(cache: Path) -> None:
+    """A server that is killed has kept them."""
+    profile_file.save_cached(COST)
+    quiet = CachedProfile(replace(COST))
+    profile_file.cache_path(HERE).unlink()
+    quiet.poll()
+    quiet.close()
+    assert list(cache.iterdir()) == []
+    profile_file.save_cached(COST)
+    one = server(4.0)
+    one.poll()
+    until(lambda: profile_file.load_cached(HERE) != COST)
+
+
+def test_a_cache_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile_file.save_cached(COST)
+    one, answers = server(4.0), threading.Event()
+    monkeypatch.setattr(profile_file, "CLOSE_S", 0.01)
+    monkeypatch.setattr(profile_file, "save_cached", lambda _: answers.wait())
+    threads = threading.active_count()
+    one.poll()
+    one.poll()
+    one.close()
+    assert threading.active_count() == threads + 1
+    answers.set()
+
+
 number = st.floats(0, 1e3)
-lines = st.builds(Fit, number, number, floor=number, r2=st.floats(-5, 1))
+lines = st.builds(Fit, number, number, floor=number)
 copies = st.dictionaries(
     st.sampled_from(SourceTier), st.builds(TierCopy, kv=lines, hidden=lines), min_size=1
 )
-fits = st.builds(Fit, number, number, number, floor=number, r2=st.floats(-5, 1))
+fits = st.builds(Fit, number, number, number, floor=number)
+plans = st.sampled_from([None, LayerPlan(1, 2, 3)])
+learned = st.dictionaries(st.sampled_from(Resource), st.floats(1e-6, 16))
 
 
 @settings(max_examples=40)
 @given(copies, fits, lines, st.text(min_size=1, max_size=20), st.booleans(),
-       st.one_of(st.just(math.inf), st.floats(0, 9)))  # fmt: skip
-def test_profile_file_round_trip(copies, prefill, project, fingerprint, overlap, ahead):
-    model = CostModel(fingerprint, "measured", copies, prefill, project, overlap, ahead)
+       st.one_of(st.just(math.inf), st.floats(0, 9)), learned, plans)  # fmt: skip
+def test_profile_file_round_trip(
+    copies, prefill, project, fingerprint, overlap, ahead, learned, plan
+):
+    model = CostModel(
+        fingerprint, "measured", copies, prefill, project, overlap, ahead, learned, plan
+    )
     assert decode(encode(model), "x", fingerprint) == model
 
 
@@ -142,8 +200,8 @@ def change(path: str, value: object) -> str:
         ("[]", "Expected `object`, got `array`"),
         ("{}", "not a cost model"),
         (change("format", "recipe"), "not a cost model"),
-        (change("version", 1), "format version 1, this release reads version 4; measure again"),
-        (change("version", 99), "format version 99, this release reads version 4"),
+        (change("version", 1), "format version 1, this release reads version 5; measure again"),
+        (change("version", 99), "format version 99, this release reads version 5"),
         (change("copies.host.kv.per_token", None), r"`per_token` - at `\$\.copies\[\.\.\.\]\.kv`"),
         (
             change("copies.host.kv.per_token", -1),
@@ -156,9 +214,9 @@ def change(path: str, value: object) -> str:
         (change("copies.host.hidden", None), "from host and their projection must both be known"),
         (change("prefill.per_token", None), r"`per_token` - at `\$\.prefill`"),
         (change("overlap", 1), r"Expected `bool`, got `int` - at `\$\.overlap`"),
-        (change("noise", -1), r">= 0.0 - at `\$\.noise`"),
+        (change("learned", {"prefill": 0.0}), r"> 0.0 - at `\$\.learned"),
+        (change("learned", {"weather": 2.0}), "Invalid enum value 'weather'"),
         (change("origin", None), "missing required field `origin`"),
-        (change("project.r2", 1.5), r"<= 1.0 - at `\$\.project\.r2`"),
         (change("prefill.fixed", 1e999), "not valid JSON"),
     ],
 )
@@ -166,8 +224,3 @@ def test_nonsense_in_a_profile_is_named(text, message):
     with pytest.raises(ConfigError, match=message) as caught:
         decode(text, "p.json")
     assert str(caught.value).startswith("p.json: ")
-
-
-def test_a_profile_says_whether_the_machine_was_busy() -> None:
-    assert decode(encode(replace(SHEET, noise=3.0)), "f").is_noisy
-    assert not decode(encode(replace(SHEET, noise=None)), "f").is_noisy

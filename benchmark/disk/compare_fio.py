@@ -111,16 +111,18 @@ class Speed(NamedTuple):
 
 
 def seconds_of(
-    io: DiskThreads, blocks: Sequence[Block], begin: Callable[[int, Block, int], bool]
+    io: DiskThreads, blocks: Sequence[Block], begin: Callable[[int, Block, int], None]
 ) -> float:
     """How long one operation on each block takes, with SLOTS under way. begin: hands one in, by
-    ticket, block and slot; False when it has to wait."""
+    ticket, block and slot."""
     started = time.perf_counter()
     left, free = deque(enumerate(blocks)), deque(range(SLOTS))
     taken: dict[int, int] = {}
     while left or taken:
-        while left and free and begin(*left[0], free[0]):
-            taken[left.popleft()[0]] = free.popleft()
+        while left and free:
+            ticket, block = left.popleft()
+            taken[ticket] = free.popleft()
+            begin(ticket, block, taken[ticket])
         time.sleep(0.001)
         for done in io.poll():
             if done.outcome is not Outcome.OK:
@@ -154,16 +156,14 @@ class Served:
     def read(self, blocks: Sequence[Block]) -> Speed:
         end = time.monotonic() + 3600
 
-        def begin(ticket: int, block: Block, slot: int) -> bool:
-            self._io.read(ticket, block.block_id, slot, end)
-            return True
-
-        return self._measured(blocks, begin)
+        return self._measured(
+            blocks, lambda ticket, block, slot: self._io.read(ticket, block.block_id, slot, end)
+        )
 
     def close(self) -> None:
         self._io.close()
 
-    def _measured(self, blocks: Sequence[Block], begin: Callable[[int, Block, int], bool]) -> Speed:
+    def _measured(self, blocks: Sequence[Block], begin: Callable[[int, Block, int], None]) -> Speed:
         """begin: see `seconds_of`."""
         self._timed.times.clear()
         cpu = time.process_time()

@@ -64,14 +64,13 @@ def turn(root: Path, kib: int, megabytes: int) -> dict[str, float]:
     store = DiskStore.open([DirectorySpec(folder, budget)], model_of(layout), NO_UPKEEP)
     io, end = DiskThreads(store, pool, Counter()), time.monotonic() + 3600
 
-    def write(ticket: int, block: Block, slot: int) -> bool:
-        return io.write(ticket, block, slot, end)
+    def write(ticket: int, block: Block, slot: int) -> None:
+        io.write(ticket, block, slot, end)
 
-    def read(ticket: int, block: Block, slot: int) -> bool:
+    def read(ticket: int, block: Block, slot: int) -> None:
         io.read(ticket, block.block_id, slot, end)
-        return True
 
-    def speed(blocks: Sequence[Block], begin: Callable[[int, Block, int], bool]) -> float:
+    def speed(blocks: Sequence[Block], begin: Callable[[int, Block, int], None]) -> float:
         size = len(blocks) * layout.slot_bytes
         return round(size / seconds_of(io, blocks, begin) / 1e9, 3)
 

@@ -60,16 +60,15 @@ def never_late() -> None:
     """Nothing that comes counts as late in this process. On a busy machine it would be computed,
     and what is found restored would depend on how busy."""
     from sglang_hc.queue import meeting, prefetch
-    from sglang_hc.ranks import ballot
-    from sglang_hc.store import disk_tier, executor
+    from sglang_hc.ranks import pending_ops
+    from sglang_hc.store import executor, known_blocks, lower_tier
     from sglang_hc.store.disk import threads
-    from sglang_hc.store.remote import blocks
 
     threads.PATIENCE = threads.Patience(silent_s=LATE_S)
     for module, name in (
         *((prefetch, "PATIENCE"), (meeting, "PATIENCE")),
-        *((disk_tier, "DRAIN_S"), (executor, "DRAIN_S"), (ballot, "SETTLE_S")),
-        *((disk_tier, "READ_DEADLINE_S"), (blocks, "LOOKUP_S")),
+        *((lower_tier, "DRAIN_S"), (executor, "DRAIN_S"), (pending_ops, "LONGEST_DRAIN_S")),
+        *((lower_tier, "READ_DEADLINE_S"), (known_blocks, "LOOKUP_S")),
     ):
         setattr(module, name, LATE_S)
 

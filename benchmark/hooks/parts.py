@@ -35,9 +35,9 @@ from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.prerestored import PrerestoredBlocks
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.store.block_io import BlockIo
-from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.executor import ThreadExecutor
 from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
@@ -61,7 +61,7 @@ def tiers_of(
     if by_queue:
         policy = make_policy("queue", window, pinned=pins)
     host = HostTier(BlockTree(layout.fingerprint("benchmark")), slots, policy)
-    below = DiskTier(disk, host) if disk is not None else None
+    below = LowerTier(disk, host) if disk is not None else None
     pool = HostPool(layout, slots)
     buffers = list(np.zeros((2, 1, 64, 8), dtype=np.uint8))
     scatters = ScatterQueue(ThreadExecutor(pool, buffers), host)

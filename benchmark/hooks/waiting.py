@@ -43,9 +43,8 @@ class InstantDisk:
     def ask(self, block_ids: Sequence[bytes]) -> bool:
         return False
 
-    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
+    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> None:
         self._done.append(BlockDone(ticket, Outcome.OK, self.name))
-        return True
 
     def touch(self, block_ids: Sequence[bytes]) -> None:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from benchmark.restore.engine import History, Stored
+from sglang_hc.store.block_io import WRITE_QUEUE
 from sglang_hc.store.disk import Block
 from sglang_hc.store.outcome import Outcome
 
@@ -21,8 +22,9 @@ class OnDisk:
         waiting = 0
         for position, node in enumerate(history.nodes):
             block = Block(node.block_id, parent, "", position, node.tokens)
-            while not self._blocks.write(position, block, node.slot, time.monotonic() + PATIENCE):
+            while waiting == WRITE_QUEUE:
                 waiting -= self._answers()
+            self._blocks.write(position, block, node.slot, time.monotonic() + PATIENCE)
             waiting += 1
             parent = node.block_id
         self._finish(waiting)

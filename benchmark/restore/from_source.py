@@ -15,8 +15,9 @@ The server's scheduler serves single requests in this process (source_server.py)
     serial      the whole history is read, then restored
     overlapped  what the server does: by its costs, one of these or a meeting of both
 
-`bound_ms` is the larger of disk and compute (on a CPU the link is the compute's) over the best
-split, `predicted_ms` what the server's planner expects of the arm. Tokens are the tests' business.
+Each server first learns its costs from 20 requests (source_server.py). `bound_ms` is the larger of
+disk and compute (on a CPU the link is the compute's) over the best split, `predicted_ms` what the
+server's planner expects of the arm. Tokens are the tests' business.
 With --cells each history is kept as soon as it is measured, and not measured again.
 """
 
@@ -156,6 +157,7 @@ def case(spec: dict[str, Any]) -> None:
         server = SourceServer(spec["model"], spec["form"], max(histories), folder, spec["store"])
         prompts = {h: prompt_of(server.vocabulary, h, 1) for h in histories}
         server.store_history(prompts[max(histories)][: max(histories)])
+        server.learn([prompts[history] for history in histories])
         for key, (history, sources) in todo.items():
             began = time.monotonic()
             balance = server.balance(history)
@@ -165,7 +167,7 @@ def case(spec: dict[str, Any]) -> None:
                 for factor in factors_of(source, spec["factors"])
             }
             if spec["store"] == "file":
-                server.learn(prompts[history], *rates.values())
+                server.price_store(prompts[history], *rates.values())
             before = server.meetings
             rows = measure(server, prompts[history], rates, spec["rounds"])
             counted = {name: n - before[name] for name, n in server.meetings.items()}
@@ -189,6 +191,7 @@ def before_restart(spec: dict[str, Any]) -> None:
 def after_restart(spec: dict[str, Any]) -> None:
     """Serve each history's next turn once from the cold disk, and compute it once."""
     server = SourceServer(spec["model"], spec["form"], max(spec["histories"]), spec["dir"], "disk")
+    server.believe()
     # Memory that a first long prompt takes from the system is not what is measured.
     server.core.ask([3] * max(spec["histories"]), 1)
     server.forget()
@@ -313,6 +316,12 @@ def run(spec: dict[str, Any]) -> list[str]:
     return keys
 
 
+def within(rows: Sequence[dict[str, Any]], share: float) -> str:
+    """Of how many rows the predicted time is that near to the measured one."""
+    near = sum(abs(row["predicted_ms"] / row["ttft_ms"] - 1) <= share for row in rows)
+    return f"{near} of {len(rows)}"
+
+
 def report(options: argparse.Namespace, measured: Sequence[dict[str, Any]]) -> None:
     """Print, write and plot what was measured, also by earlier calls."""
     rows = [row for cell in measured for row in cell["values"]["rows"]]
@@ -337,6 +346,7 @@ def report(options: argparse.Namespace, measured: Sequence[dict[str, Any]]) -> N
                 for cell in measured
                 if "profile" in cell["values"]
             },
+            "predicted_within_15_percent": within(rows, 0.15),
             "tables": tables_of(rows),
             "rows": rows,
         }

@@ -39,7 +39,6 @@ from benchmark.restore.from_disk import OnDisk
 from benchmark.restore.goals import restore_lines
 from sglang_hc import profile_file
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
-from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.layer_plan import NEW_TOKENS, auto_plan
 from sglang_hc.restore.planner import RestorePlanner
@@ -104,14 +103,13 @@ class Measurement:
             "explanation": self.planned.explanation,
             "beside_the_compute_stream": self.engine.side_stream is not None,
             "cost_model": json.loads(profile_file.encode(cost)),
-            "complaints": list(cost.complaints()),
         }
 
     def arms(self, slots: str, n: int) -> list[Arm]:
         """What brings `n` tokens back; with a disk, recomputation and what comes from there."""
         layers, stored, mix = self.engine.layers, self._stored, self._stored["mix"]
         can = self.engine.recomputer is not None
-        choice = RestorePlanner(CorrectedCosts(self.engine.cost), mix.layout.plan, can, Counter())
+        choice = RestorePlanner(self.engine.cost, mix.layout.plan, can, Counter())
         chosen = choice.choose(n, context=0, new=NEW_TOKENS)
         again = chosen.recompute_layers if chosen.tokens or not can else layers
         rate, plan = choice.kv_per_hidden(n), mix.layout.plan

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import threading
@@ -21,7 +22,7 @@ from typing import Any
 
 from sglang_hc import profile_file
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
-from sglang_hc.policy.cost_correction import CorrectedCosts
+from sglang_hc.policy.correction import Correction, Resource
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit
 from sglang_hc.store.disk import DiskStore
@@ -34,6 +35,10 @@ NEW = 64
 POOL_SPARE = 1024
 PRIMED = 2048
 """Tokens that are computed at a time when a history is stored: a remote store queues few blocks."""
+
+
+LEARNED = 20
+"""Requests that a server has served before anything is measured: from them it learns its costs."""
 
 
 class Bucket:
@@ -81,21 +86,6 @@ class MeteredBackend(DirectBackend):
         return MeteredFile(super().open(path), self._bucket)
 
 
-class MeteredStore:
-    """A remote store behind a bucket."""
-
-    def __init__(self, store: Any, bucket: Bucket, frame_bytes: int) -> None:
-        self._store, self._bucket, self._frame_bytes = store, bucket, frame_bytes
-
-    def get(self, keys: Sequence[str], frames: Sequence[int]) -> Sequence[bool]:
-        self._bucket.pass_through(len(keys) * self._frame_bytes)
-        found: Sequence[bool] = self._store.get(keys, frames)
-        return found
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-
 def meter_disk(bucket: Bucket) -> None:
     """Every disk store that this process opens from now on reads through the bucket."""
     opened = DiskStore.open
@@ -104,18 +94,8 @@ def meter_disk(bucket: Bucket) -> None:
     )
 
 
-def meter_remote(bucket: Bucket) -> None:
-    """Every remote store that this process opens from now on is read through the bucket."""
-    from sglang_hc.srt.arguments import storage_backends
-
-    opened = storage_backends.open_remote
-    storage_backends.open_remote = lambda kind, options, frames: MeteredStore(
-        opened(kind, options, frames), bucket, frames.bytes.shape[1]
-    )
-
-
 class SourceServer:
-    """SGLang's scheduler with the tiers, and below host memory a disk or a store of files."""
+    """SGLang's scheduler with the tiers, and below host memory a disk or a shared directory."""
 
     def __init__(self, model: str, form: str, longest: int, folder: str, store: str) -> None:
         """folder: an existing one, for the blocks. store: `disk` or `file`."""
@@ -132,9 +112,8 @@ class SourceServer:
                 "--hc-remote",
                 "file",
                 "--hc-remote-config",
-                json.dumps({"dir": f"{folder}/file"}),
+                json.dumps({"dir": f"{folder}/file:8"}),
             ]
-            meter_remote(self.bucket)
         meter_disk(self.bucket)
         self.core = Core(
             "--hc-forms", form, *below, "--max-total-tokens", str(longest + POOL_SPARE),
@@ -150,8 +129,7 @@ class SourceServer:
         self.planner = self.tiers.restorer.planner
         self.costs = self.planner.costs
         assert self.costs is not None, "the server could not measure its costs"
-        self.core.believe_profile()
-        self._profile: CostModel = self.costs.measured
+        self._profile: CostModel = replace(self.costs)
         layout = self.tiers.restorer.path.pool.layout
         self.plan: LayerPlan = layout.plan
         self.token_bytes: float = layout.slot_bytes / BLOCK_TOKENS
@@ -163,12 +141,12 @@ class SourceServer:
     @property
     def model(self) -> CostModel:
         """The costs that the server decides by now."""
-        model: CostModel = self.costs.model
-        return model
+        costs: CostModel = self.costs
+        return costs
 
     @property
     def profile(self) -> dict[str, Any]:
-        """What was measured at the start, as `sglang-hc profile` writes it."""
+        """What was measured at the start and learned, as `sglang-hc profile` writes it."""
         fields: dict[str, Any] = json.loads(profile_file.encode(self._profile))
         return fields
 
@@ -190,12 +168,13 @@ class SourceServer:
         self.bucket.set(bytes_per_s)
         if self.tier is SourceTier.REMOTE:
             return
-        costs = self._profile
+        self.costs.copies = self._profile.copies
+        self.costs.learned = dict(self._profile.learned)
         if bytes_per_s:
+            self.costs.learned[Resource.DISK] = 1.0
             line = Fit(0.0, self.token_bytes / (self.plan.hidden + self.plan.kv) / bytes_per_s)
-            copy = TierCopy(line, None if costs.project is None else line)
-            costs = replace(costs, copies={**costs.copies, SourceTier.DISK: copy})
-        self.costs.measured = self.costs.model = costs
+            copy = TierCopy(line, None if self.costs.project is None else line)
+            self.costs.copies = {**self.costs.copies, SourceTier.DISK: copy}
 
     def gbps(self, history: int) -> float:
         """What the costs say of the source, in GB/s."""
@@ -212,11 +191,27 @@ class SourceServer:
         assert held == len(path.block_ids), f"{held} of {len(path.block_ids)} blocks were stored"
         self.forget()
 
-    def learn(self, prompt: Sequence[int], bytes_per_s: float) -> None:
+    def learn(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Serve LEARNED requests, a third of them computed and the others read, and keep to the
+        costs that are known by then."""
+        for number in range(LEARNED):
+            prompt = prompts[number // 3 % len(prompts)]
+            self.ttft(prompt, "serial" if number % 3 else "recompute")
+        self.believe()
+
+    def believe(self) -> None:
+        """Keep to the costs that are known now."""
+        self.core.believe_profile()
+        self._profile = replace(self.costs)
+
+    def price_store(self, prompt: Sequence[int], bytes_per_s: float) -> None:
         """Forget what reads from the remote store have told, and read once."""
         self.throttle(bytes_per_s)
-        self.costs._remote = CorrectedCosts(self._profile)._remote
+        self.costs.learned.pop(Resource.REMOTE, None)
+        self.costs._corrections[Resource.REMOTE] = Correction(None, math.inf)
+        del self.costs.observe
         self.ttft(prompt, "serial")
+        self.believe()
 
     def take_pages(self) -> None:
         """Take the memory of both pools from the system, which are empty. Where there is a GPU it
@@ -273,12 +268,12 @@ class SourceServer:
 def _patience(seconds: float | None) -> Iterator[None]:
     """The serial arm waits for all its blocks, however slow the source is."""
     from sglang_hc.queue import prefetch
-    from sglang_hc.store import disk_tier
+    from sglang_hc.store import lower_tier
 
-    before = prefetch.PATIENCE, disk_tier.READ_DEADLINE_S
+    before = prefetch.PATIENCE, lower_tier.READ_DEADLINE_S
     if seconds is not None:
-        prefetch.PATIENCE = disk_tier.READ_DEADLINE_S = seconds
+        prefetch.PATIENCE = lower_tier.READ_DEADLINE_S = seconds
     try:
         yield
     finally:
-        prefetch.PATIENCE, disk_tier.READ_DEADLINE_S = before
+        prefetch.PATIENCE, lower_tier.READ_DEADLINE_S = before

@@ -34,8 +34,8 @@ from sglang_hc.policy import copy_order
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.layer_plan import NEW_TOKENS, auto_plan
 from sglang_hc.policy.restore_plan import Decision, plan_restore
-from sglang_hc.restore.measure import Subject, measure
 from sglang_hc.restore.path import Restoration, RestorePath
+from sglang_hc.restore.probe import Subject, probe
 from sglang_hc.restore.restore_pass import RestorePass
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.host_pool import HostPool
@@ -95,7 +95,7 @@ class Restorer:
 
 
 def measured(subject: Subject) -> CostModel:
-    return CostModel.from_samples(measure(subject), "this benchmark")
+    return probe(subject, "this benchmark")
 
 
 def compare(subject: Subject, layers: int, tokens: int, rounds: int) -> dict[str, Any]:
@@ -127,7 +127,6 @@ def compare(subject: Subject, layers: int, tokens: int, rounds: int) -> dict[str
         "recomputed_layers": plans["auto"][1],
         "explanation": chosen.explanation,
         "overlap": cost.overlap,
-        "complaints": list(cost.complaints()),
         "seconds": medians,
         "all_seconds": times,
         "best_single": best,

@@ -26,8 +26,11 @@ HOST_MOST_GIB = 256
 """Most of that for one scheduler process: it locks its share for the GPU in one call when it
 starts, and nobody should wait minutes for a size that he did not ask for."""
 
-REMOTES = ("file", "mooncake", "nixl", "hf3fs", "eic", "simm", "mori", "dynamic")
-"""SGLang's storage back ends that keep pages of bytes, whatever the pages hold."""
+FILE = "file"
+"""The remote store that is a directory, kept as those of `--hc-disk`."""
+
+REMOTES = (FILE, "mooncake", "nixl", "hf3fs", "eic", "simm", "mori", "dynamic")
+"""It, and SGLang's storage back ends that keep pages of bytes, whatever the pages hold."""
 
 
 class HcConfig(msgspec.Struct, frozen=True):
@@ -183,6 +186,24 @@ def read_remote_config(text: str | None) -> dict[str, object]:
     return decode_json(text, dict[str, object], where)
 
 
+def shared_directory(config: HcConfig) -> str | None:
+    """The directory of `--hc-remote file`, as `--hc-disk` names one. Raises ConfigError."""
+    if config.remote != FILE:
+        return None
+    options = read_remote_config(config.remote_config)
+    directory = options.pop("dir", None)
+    if not isinstance(directory, str) or options:
+        raise ConfigError(
+            "--hc-remote file needs a directory that all servers share, and takes nothing else: "
+            """give --hc-remote-config '{"dir": "DIR[:SIZE_GB]"}'"""
+        )
+    try:
+        check_disk(directory)
+    except ConfigError as error:
+        raise ConfigError(f"--hc-remote file: {error}") from None
+    return directory
+
+
 class Need(NamedTuple):
     """What an option has no effect without.
 
@@ -261,7 +282,8 @@ FLAGS: dict[str, Flag] = {
         check=_check_trace,
     ),
     "remote": Flag(
-        "keep full blocks in a store that servers share: one of SGLang's storage back ends",
+        "keep full blocks in a store that servers share: a directory (file) or one of SGLang's "
+        "storage back ends",
         choices=REMOTES,
     ),
     "remote_config": Flag(

@@ -22,6 +22,7 @@ RESOURCES = {
     "hidden_copy": "copying hidden states",
     "projection": "projecting hidden states",
     "prefill": "computing tokens",
+    "attention": "prefill's attention",
     "disk": "reading from disk",
 }
 LEVELS = {
@@ -33,6 +34,7 @@ LEVELS = {
     "host_bytes": "Size of the host tier in bytes.",
     "disk_blocks": "Blocks on disk.",
     "disk_directories": "Directories of the disk tier that are in use.",
+    "remote_blocks": "Blocks in the directory of --hc-remote file.",
     "remote_usable": "1 while the remote store is asked, 0 while it is left alone.",
     **{
         f"cost_correction_{name}": f"Factor by which the measured costs of {what} are corrected."
@@ -79,11 +81,12 @@ COUNTS = {
     "overflow_recomputed_tokens": "Tokens of cut prompts that were computed.",
     "prefetch_not_worth": "Reads not begun: they would come too late, or recomputing is faster.",
     "prefetch_tries": "Of these, reads that were begun all the same, to see what they take.",
-    "cost_corrections": "Times that what was observed changed the costs that decide.",
+    "cost_corrections": "Times that what was observed changed a cost by more than 1.3 times.",
     "cost_observations_kv_copy": "Restorations whose copies of K and V were timed.",
     "cost_observations_hidden_copy": "Restorations whose copies of hidden states were timed.",
     "cost_observations_projection": "Restorations whose projections were timed.",
     "cost_observations_prefill": "Prefills that were timed.",
+    "cost_observations_attention": "Prefills whose attention took a fifth of their time or more.",
     "cost_observations_disk": "Reads from an idle disk that were timed.",
     "cost_observations_remote": "Reads from an idle remote store that were timed.",
     "guarded_errors": "Errors of sglang-hc itself; each cost a request its reuse. See the log.",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -17,9 +19,9 @@ logger = logging.getLogger(__name__)
 OPTION = "--hc-profile"
 
 FORMAT = "sglang-hc cost model"
-VERSION = 4
-"""Before 4 copies were measured into one layer, whose rows stay in the caches, and a prefill had
-no price for reading its context; before 3 a copy from a lower tier went on to the device."""
+VERSION = 5
+"""Before 5 nothing was learned; before 4 copies were measured into one layer, whose rows stay in
+the caches; before 3 a copy from a lower tier went on to the device."""
 
 ANY_SERVER = "any"
 """Fingerprint of a profile that its writer answers for: every server takes it."""
@@ -107,6 +109,43 @@ def save_cached(cost: CostModel) -> None:
         save(cost, path)
     except OSError as error:
         logger.warning("sglang-hc: the profile is not kept for later starts: %s", error)
+
+
+CLOSE_S = 5.0
+"""Longest wait for a file system that does not answer when the server ends."""
+
+
+class CachedProfile:
+    """Keeps what a server learns for its next start. Belongs to the scheduler thread; it writes in
+    a thread of its own, because the cache may be on a file system that does not answer."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._kept_changes = cost.changes
+        self._writer: threading.Thread | None = None
+
+    def poll(self) -> None:
+        """Begin to write the costs if they have changed by much and nothing is being written."""
+        if self._cost.changes != self._kept_changes and not self._is_writing:
+            self._write()
+
+    def close(self) -> None:
+        """Write what was learned, and wait for it, but not for ever."""
+        if self._writer is not None:
+            self._writer.join(CLOSE_S)
+        if self._cost.learned and not self._is_writing:
+            self._write().join(CLOSE_S)
+
+    @property
+    def _is_writing(self) -> bool:
+        return self._writer is not None and self._writer.is_alive()
+
+    def _write(self) -> threading.Thread:
+        self._kept_changes = self._cost.changes
+        now = replace(self._cost)  # the server goes on learning
+        self._writer = threading.Thread(target=save_cached, args=(now,), daemon=True)
+        self._writer.start()
+        return self._writer
 
 
 def save(cost: CostModel, path: Path) -> None:

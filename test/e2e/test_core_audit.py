@@ -62,7 +62,7 @@ def found_and_dropped(form: str, tier: str, folder: str) -> tuple[Reply, dict[st
         plant(core, PROMPT)
     else:
         core.settle()
-        core.tree.tiers.capture._on_ready = core.tree.tiers.disk.spill
+        core.tree.tiers.capture._on_ready = core.tree.tiers.disk.write_through
     leave(core, tier)
     restored = core.ask(PROMPT, 1)
     assert restored.cached >= 128, "the wrong block was not restored"

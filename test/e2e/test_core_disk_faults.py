@@ -87,7 +87,7 @@ def meet_faults(folder: str) -> dict[str, tuple]:
         core.settle()
         after = core.tree.stats()
         vars(faults).update(well)
-        store = core.tree.tiers.disk._io._store
+        store = core.tree.tiers.disk._io._store._store
         (directory,) = store.directories
         directory.breaker.succeeded()  # its pause is over
         if name == "no space":

@@ -143,7 +143,7 @@ def cleared(directory: str) -> int:
     core.tree.clear_storage_backend(ended.append)
     waiting.until(lambda: core.run(1) or ended)
     assert ended == [True]
-    return len(core.tree.tiers.disk._io._store.block_ids())
+    return len(core.tree.tiers.disk._io._store._store.block_ids())
 
 
 def asked_again(directory: str) -> int:
@@ -176,7 +176,7 @@ def clearing(directory: str | None) -> list[Any]:
 
     found = [clear()]
     if directory:
-        store = core.tree.tiers.disk._io._store
+        store = core.tree.tiers.disk._io._store._store
         found += [store.block_ids(), clear()]
         store.directories[0].hangs = True
         found.append(clear())

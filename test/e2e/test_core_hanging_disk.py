@@ -24,10 +24,10 @@ def undisturbed() -> list[list[int]]:
 def quick() -> None:
     """What is waited for in the end is not waited for long."""
     from sglang_hc.queue import prefetch
-    from sglang_hc.store import disk_tier
+    from sglang_hc.store import lower_tier
     from sglang_hc.store.disk import threads
 
-    disk_tier.DRAIN_S = prefetch.PATIENCE = 0.5
+    lower_tier.DRAIN_S = prefetch.PATIENCE = 0.5
     threads.PATIENCE = threads.Patience(close_s=0.5)
 
 

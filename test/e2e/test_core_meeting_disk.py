@@ -58,7 +58,7 @@ class Disk:
 
     def where(self, block: int) -> Range:
         """The file of a block, which is on disk."""
-        store = self._threads._store
+        store = self._threads._store._store
         assert store.contains(self.path) == BLOCKS
         directory = store.directory_of(self.path[block])
         return Range(Path(directory.path(self.path[block])), 0, store.model.file_bytes)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.store.remote.envelope import storage_key
+from sglang_hc.store.remote.store import storage_key
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.core import Core, Reply, run_in_child
 from support.disk_store import remove
@@ -103,7 +103,7 @@ def behind_a_disk(profile: str, shared: str, folder: str) -> tuple:
     """The disk has the first five blocks, the store, which is twice as fast, all of them."""
     flags = (*on_disk(folder), *in_store(shared))
     core, history, _ = start("kv", profile, *flags, seconds=STORE_SECONDS / 2)
-    disk = core.tree.tiers.disk._io._near._store
+    disk = core.tree.tiers.disk._io._near._store._store
     assert remove(disk, blocks_of(core, history)[5:]) == BLOCKS - 5
     HeldDisk(core)  # what is read comes in the pass that asks for it
     return counted(core, lambda: core.ask(history, 24))
@@ -140,7 +140,7 @@ def faults_at_each_block(profile: str, folder: str, kind: str) -> list[Seen]:
             remote.ask(path)
             core.tree.tiers.poll()
             time.sleep(0.001)
-        key = storage_key(remote._store._fingerprint, path[block])
+        key = storage_key(remote._store._model, path[block])
         reply, counts = counted(core, lambda key=key: FAULTS[kind](core, history, key, folder))
         found.append(Seen(block, path[block] in asked, reply, counts))
         forget(core)
@@ -149,7 +149,7 @@ def faults_at_each_block(profile: str, folder: str, kind: str) -> list[Seen]:
 
 
 def object_of(folder: str, key: str) -> Path:
-    (file,) = Path(folder, "sglang-hc").glob(f"{key}*")
+    (file,) = Path(folder).glob(f"{key}*")
     return file
 
 

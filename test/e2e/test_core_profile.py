@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from pathlib import Path
 
 import pytest
 
 from benchmark.harness.in_process import use_one_thread
+from sglang_hc.policy.correction import WINDOW, Resource
 from sglang_hc.tools.cli.main import main
 from support.core import MODELS, Core, run_in_child
 from support.profiles import FREE_LOADING, cost_model, write
@@ -24,13 +24,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "sglang-hc"
 
 
-def start(model: str, *flags: str, quiet: float = math.inf) -> tuple[str, int]:
-    """The layer plan of a fresh server, and how often it measured. quiet: up to which noise a
-    profile counts as measured on an idle machine."""
-    from sglang_hc.policy import cost_model
+def start(model: str, *flags: str) -> tuple[str, int]:
+    """The layer plan of a fresh server, and how often it measured."""
     from sglang_hc.srt.model import calibrate
 
-    cost_model.NOISY = quiet
     measured = 0
     original = calibrate.measured
 
@@ -64,25 +61,24 @@ def test_the_first_start_measures_and_the_second_finds_what_it_measured(
     assert json.loads(file.read_text())["origin"] == "measured"
 
 
-def noisy_start() -> tuple[str, int]:
-    return start("llama-mha", quiet=0.0)
+def learned(factor: float | None) -> dict[str, float]:
+    """What a fresh server knows of its costs; then it sees that prefills take `factor` times as
+    long as they should, and ends."""
+    core = Core(*SMALL, profile=None)
+    costs = core.tree.tiers.restorer.planner.costs
+    known = {resource.value: found for resource, found in costs.learned.items()}
+    for _ in range(WINDOW if factor is not None else 0):
+        costs.observe({Resource.PREFILL: 1.0}, factor)
+    core.tree.release_host_resources()
+    return known
 
 
-def test_a_profile_of_a_busy_machine_is_measured_again_at_the_next_start(
-    models: None, cache: Path
-) -> None:
-    assert run_in_child(noisy_start)[1] == 1
+def test_a_server_begins_with_what_the_one_before_has_learned(models: None, cache: Path) -> None:
+    assert "prefill" not in run_in_child(learned, 3.0)
+    assert run_in_child(learned, None)["prefill"] == pytest.approx(3.0)
     (file,) = cache.iterdir()
     found = json.loads(file.read_text())
-    assert found["noise"] >= 1.0
-    file.write_text(json.dumps(found | {"noise": 1e9}))
-    assert run_in_child(noisy_start)[1] == 1
-    again = json.loads(file.read_text())
-    assert again["noise"] < 1e9, "the quieter one is kept"
-    file.write_text(json.dumps(again | {"noise": 0.5}))
-    assert run_in_child(noisy_start)[1] == 1
-    assert json.loads(file.read_text())["noise"] == 0.5, "the quieter one is kept"
-    assert run_in_child(start, "llama-mha")[1] == 0, "a quiet one is believed"
+    assert sum(found["plan"].values()) == 4, "the layer plan is kept with the costs"
 
 
 def test_a_cached_profile_of_an_older_version_is_measured_again(models: None, cache: Path) -> None:

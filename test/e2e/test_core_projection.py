@@ -48,8 +48,8 @@ def test_kernels_write_what_the_model_writes_and_wrong_ones_are_left_out(
     assert found["agree_when_wrong"] == ["fused", "sglang"]
     assert found["ways_beyond_the_table"] == found["ways_where_bits_matter"] == ["sglang"]
     assert found["served"] in ("by_sglang", "by_epilogue", "by_fused")
-    assert found["scratch_chosen"] == "fused"
-    assert found["warmed_rows"] == [1, 7, 64]  # as far as there are slots
+    assert found["chosen_when_counted"] == "fused"
+    assert found["warmed_rows"] == [1, 7, 48]  # as far as there are slots
     assert found["scratch_is_gone"]
     assert found["bytes_stay"]
     gathers = found["gathers"]

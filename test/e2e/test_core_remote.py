@@ -1,18 +1,20 @@
-"""A remote store under SGLang's real scheduler: two servers, one directory."""
+"""A remote store under SGLang's real scheduler: two servers, and what they share."""
 
 from __future__ import annotations
 
 import random
 import shutil
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from sglang_hc.store.disk.format import Block, BlockHeader, StoredModel, seal_block
 from support.core import MODELS, Once, run_in_child
-from support.prompts import in_store, on_disk
+from support.prompts import in_directory, in_store, on_disk
 from support.two_servers import (
     PROMPT,
     STORED,
@@ -22,21 +24,26 @@ from support.two_servers import (
     second_turn,
     server,
 )
+from support.waiting import until
+
+BLOCKS = "sglang-hc/*-*/?/?/*"
+"""Their files in a directory."""
 
 
 @pytest.mark.parametrize("form", ["hidden", "kv"])
+@pytest.mark.parametrize(("flags", "name"), [(in_directory, "file"), (in_store, "Files")])
 def test_one_server_goes_on_with_what_another_computed(
-    once: Once, tmp_path: Path, form: str
+    once: Once, tmp_path: Path, form: str, flags: Callable[[object], tuple[str, ...]], name: str
 ) -> None:
     first, wanted = once(both_turns, form)
-    tokens, stats = run_in_child(first_turn, form, *in_store(tmp_path))
+    tokens, stats = run_in_child(first_turn, form, *flags(tmp_path))
     assert tokens == first
     assert stats["remote_saved_blocks"] == 4
-    reply, stats = run_in_child(second_turn, form, first, *in_store(tmp_path))
+    reply, stats = run_in_child(second_turn, form, first, *flags(tmp_path))
     assert reply.storage == STORED == stats["restored_tokens"]
     assert stats["remote_loaded_blocks"] == 4
     assert reply.tokens == wanted
-    assert stats["backend"] == "HiCacheFile"
+    assert stats["backend"] == name
 
 
 def second_turn_uninterrupted(directory: str, first: list[int]) -> int:
@@ -52,13 +59,13 @@ def test_passes_without_a_batch_let_the_store_be_read(models: None, tmp_path: Pa
 
 
 def test_who_differs_in_plan_dtype_or_namespace_finds_nothing(models: None, tmp_path: Path) -> None:
-    first, _ = run_in_child(first_turn, "kv", *in_store(tmp_path))
+    first, _ = run_in_child(first_turn, "kv", *in_directory(tmp_path))
     for form, other in (
         ("hidden", {}),
         ("kv", {"dtype": "bfloat16"}),
         ("kv", {"salt": "other"}),
     ):
-        turn = partial(second_turn, form, first, *in_store(tmp_path), **other)
+        turn = partial(second_turn, form, first, *in_directory(tmp_path), **other)
         reply, stats = run_in_child(turn)
         assert reply.cached == 0
         assert "remote_loaded_blocks" not in stats
@@ -68,7 +75,7 @@ def test_other_weights_under_the_same_path_find_nothing(models: None, tmp_path: 
     """Two hosts may keep different checkpoints in the same place."""
     model = tmp_path / "model"
     shutil.copytree(MODELS / "llama-mha", model)
-    store = in_store(tmp_path)
+    store = in_directory(tmp_path)
     first, stats = run_in_child(partial(first_turn, "kv", *store, model=str(model)))
     assert stats["remote_saved_blocks"] == 4
     (file,) = model.glob("*.safetensors")
@@ -84,7 +91,7 @@ def test_the_same_checkpoint_in_another_place_is_found(models: None, tmp_path: P
     """Hosts mount a checkpoint where they like."""
     model = tmp_path / "elsewhere"
     shutil.copytree(MODELS / "llama-mha", model)
-    store = in_store(tmp_path)
+    store = in_directory(tmp_path)
     first, _ = run_in_child(first_turn, "kv", *store)
     reply, stats = run_in_child(partial(second_turn, "kv", first, *store, model=str(model)))
     assert reply.storage == STORED
@@ -100,7 +107,11 @@ def first_block(*below: str) -> None:
 def test_a_disk_and_a_remote_store_together(once: Once, tmp_path: Path) -> None:
     """The first block comes from the disk, the rest from the store."""
     first, wanted = once(both_turns, "hidden")
-    store, disk, other = in_store(tmp_path / "s"), on_disk(tmp_path / "d"), on_disk(tmp_path / "e")
+    store, disk, other = (
+        in_directory(tmp_path / "s"),
+        on_disk(tmp_path / "d"),
+        on_disk(tmp_path / "e"),
+    )
     _, stats = run_in_child(first_turn, "hidden", *store, *disk)
     assert stats["remote_saved_blocks"] == 4 == stats["disk_saved_blocks"]
     run_in_child(first_block, *other)
@@ -108,36 +119,79 @@ def test_a_disk_and_a_remote_store_together(once: Once, tmp_path: Path) -> None:
     assert (stats["disk_loaded_blocks"], stats["remote_loaded_blocks"]) == (1, 3)
     assert reply.storage == STORED
     assert reply.tokens == wanted
-    assert stats["backend"] == "disk+HiCacheFile"
+    assert stats["backend"] == "disk+file"
 
 
 def test_damage_in_the_store_is_recomputed(once: Once, tmp_path: Path) -> None:
     first, wanted = once(both_turns, "kv")
-    run_in_child(first_turn, "kv", *in_store(tmp_path))
+    run_in_child(first_turn, "kv", *in_directory(tmp_path))
     rng = random.Random(0)
-    for value in (tmp_path / "sglang-hc").iterdir():
+    for value in tmp_path.glob(BLOCKS):
         with value.open("r+b") as file:
             file.seek(rng.randrange(value.stat().st_size))
             file.write(b"\xa5\x5a")
-    reply, stats = run_in_child(second_turn, "kv", first, *in_store(tmp_path))
+    reply, stats = run_in_child(second_turn, "kv", first, *in_directory(tmp_path))
     assert reply.cached == 0
     assert stats["remote_read_damaged"] >= 1
     assert reply.tokens == wanted
 
 
+def with_key(key: Path, secret: bytes) -> tuple[str, ...]:
+    key.write_bytes(secret)
+    key.chmod(0o600)
+    return "--hc-remote-key", str(key)
+
+
+def test_only_servers_with_the_same_key_share_a_directory(once: Once, tmp_path: Path) -> None:
+    """Others find nothing there, and make no error of it; a block that is put there without the
+    key is forged."""
+    first, wanted = once(both_turns, "kv")
+    shared, own = in_directory(tmp_path / "s"), with_key(tmp_path / "key", b"a" * 16)
+    _, stats = run_in_child(first_turn, "kv", *shared, *own)
+    assert stats["remote_saved_blocks"] == 4
+    for flags in ((), with_key(tmp_path / "other", b"b" * 16)):
+        reply, stats = run_in_child(second_turn, "kv", first, *shared, *flags)
+        assert reply.tokens == wanted and reply.cached == 0
+        assert not any(name.startswith("remote_read") for name in stats)
+    reply, stats = run_in_child(second_turn, "kv", first, *shared, *own)
+    assert reply.tokens == wanted and reply.storage == STORED
+    blocks = list((tmp_path / "s").glob(BLOCKS))
+    assert len(blocks) >= 12, "of three kinds of servers"
+    for path in blocks:
+        forge(path)
+    reply, stats = run_in_child(second_turn, "kv", first, *shared, *own)
+    assert reply.tokens == wanted and reply.cached == 0 and stats["remote_forged"] >= 1
+
+
+def forge(path: Path) -> None:
+    """Another block's bytes under the same names, with digests that fit, by nobody's key."""
+    raw = bytearray(path.read_bytes())
+    header = BlockHeader.unpack(memoryview(raw))
+    raw[header.header_bytes :] = raw[header.header_bytes :][::-1]
+    chunks, at = [], 0
+    for layer, length, _ in header.table:
+        chunks.append((layer, at, length))
+        at += length
+    model = StoredModel.of(chunks, header.fingerprint, "", header.part)
+    block = Block(header.block_id, header.parent_id, header.label, header.position, header.tokens)
+    page, data = memoryview(raw)[: header.header_bytes], memoryview(raw)[header.header_bytes :]
+    seal_block(page, data, block, model, header.created)
+    path.write_bytes(raw)
+
+
 def cleared(directory: str) -> tuple:
-    core = server("hidden", *in_store(directory))
+    core = server("hidden", *in_directory(directory))
     first = core.ask(PROMPT, 60).tokens
     core.settle()
-    core.tree.clear_storage_backend()
-    while not core.tree.stats()["remote_usable"]:
-        core.tree.tiers.poll()
-    files = list(Path(directory, "sglang-hc").iterdir())
+    ended: list[bool] = []
+    core.tree.clear_storage_backend(ended.append)
+    until(lambda: core.run(1) or ended)
+    files = list(Path(directory).glob(BLOCKS))
     assert core.scheduler.flush_cache()
-    return core.ask(history(first), 24), files
+    return core.ask(history(first), 24), files, ended
 
 
 def test_clear_empties_the_store(models: None, tmp_path: Path) -> None:
-    reply, files = run_in_child(cleared, str(tmp_path))
-    assert reply.cached == 0
+    reply, files, ended = run_in_child(cleared, str(tmp_path))
+    assert reply.cached == 0 and ended == [True]
     assert files == []

@@ -15,13 +15,13 @@ from sglang_hc.store.disk.folders import (
     model_folders,
     store_root,
 )
-from sglang_hc.store.remote.envelope import fingerprint_of_part
+from sglang_hc.store.disk.format import part_of
 from sglang_hc.tools.disk.fsck import check
 from support.conversations import check_same_tokens
 from support.decisions import Note, note_decisions
 from support.disk_store import spoil_pages
 from support.exactness import BOUND
-from support.prompts import in_store, on_disk, prompt
+from support.prompts import in_directory, on_disk, prompt
 from support.ranked_core import CORES, run_ranks
 from support.ranked_turns import (
     BLOCKS,
@@ -67,9 +67,7 @@ def test_each_form_on_two_stages_of_two_ranks(models: None, model: str, form: st
 def part_folder(disk: Path, part: str) -> ModelFolder:
     """Where the parts of one rank lie."""
     found = model_folders(store_root(str(disk)))
-    (one,) = [
-        f for f in found if fingerprint_of_part(fingerprint_of(f)[0], part) in fingerprint_of(f)
-    ]
+    (one,) = [f for f in found if part_of(fingerprint_of(f)[0], part) in fingerprint_of(f)]
     return one
 
 
@@ -121,14 +119,16 @@ def test_the_disks_of_two_stages_of_two_ranks(models: None, tmp_path: Path) -> N
 
 
 def beside_store(rank: int, port: int, folder: str) -> Turns:
-    return talk(engine(rank, port, "grid", "hidden:2,kv:2", "llama-gqa", *in_store(folder)), "well")
+    return talk(
+        engine(rank, port, "grid", "hidden:2,kv:2", "llama-gqa", *in_directory(folder)), "well"
+    )
 
 
 def test_a_remote_store_of_two_stages_of_two_ranks(models: None, tmp_path: Path) -> None:
     found = run_ranks(beside_store, str(tmp_path), ranks=RANKS)
     check_tokens(found)
     assert found[0].stored == BLOCKS
-    keys = {file.name.split("-")[1] for file in (tmp_path / "sglang-hc").iterdir()}
+    keys = {folder.path for folder in model_folders(store_root(str(tmp_path)))}
     assert len(keys) == RANKS, "each rank has its own"
 
 
@@ -172,7 +172,9 @@ def test_two_replicas_of_two_ranks(models: None, tmp_path: Path, kind: str) -> N
     assert parts[0] != parts[1], "both replicas store the parts of a rank in one place"
     names = {path.name for path in tmp_path.glob("t.jsonl.*")}
     assert names == {f"t.jsonl.dp{replica}.{kind}{rank}" for replica in (0, 1) for rank in (0, 1)}
-    with start(tmp_path / "log2", *flags, *in_store(tmp_path / "s"), env=CORES[kind].env) as server:
+    with start(
+        tmp_path / "log2", *flags, *in_directory(tmp_path / "s"), env=CORES[kind].env
+    ) as server:
         history = prompt(20, 300)
         history += ask_replica(server, history, 0)[0]
         wanted, _ = ask_replica(server, history, 0)

@@ -62,7 +62,7 @@ def test_the_next_server_goes_on_from_both_parts(
 
 
 def own_directories(core: RankedCore) -> Sequence[Directory]:
-    found: Sequence[Directory] = core.tree.tiers.disk._io._inner._store.directories
+    found: Sequence[Directory] = core.tree.tiers.disk._io._store._inner._store.directories
     return found
 
 
@@ -95,10 +95,11 @@ def meet_faults(rank: int, port: int, kind: str, folder: str) -> dict[str, Turns
 
 def end_pauses(core: RankedCore) -> None:
     disk = core.tree.tiers.disk._io
-    disk._breaker.succeeded()
+    disk._reading.succeeded()
+    disk._saving.succeeded()
     for directory in own_directories(core):
         directory.breaker.succeeded()
-        disk._inner._store.evictors[directory].look_for_room()
+        disk._store._inner._store.evictors[directory].look_for_room()
 
 
 @pytest.mark.parametrize("kind", CORES)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from sglang_hc.policy.correction import Resource
 from sglang_hc.ranks.agreement import Agreement
 from sglang_hc.store.outcome import Outcome
 from support import profiles
@@ -40,7 +41,7 @@ class Late:
         self._inner = inner
         self._seconds = seconds
         self._loses = loses
-        self._held: dict[str, list[tuple[float, Any]]] = {"poll": [], "found": []}
+        self._held: list[tuple[float, Any]] = []
         self._reads: dict[int, int] = {}
 
     def read(self, ticket: int, *others: Any) -> None:
@@ -48,21 +49,19 @@ class Late:
         self._inner.read(ticket, *others)
 
     def poll(self) -> list[Any]:
-        return self._due("poll", lambda ticket: self._reads.get(ticket, 0) % 4 == 2)
-
-    def found(self) -> list[Any]:
-        return self._due("found", lambda ticket: ticket % 4 == 1)
-
-    def _due(self, what: str, is_lost: Callable[[int], bool]) -> list[Any]:
-        now, held = time.monotonic(), self._held[what]
-        for done in getattr(self._inner, what)():
-            if self._loses and is_lost(done.ticket):
+        now, held = time.monotonic(), self._held
+        for done in self._inner.poll():
+            if self._loses and self._is_lost(done.ticket):
                 late = done._replace(outcome=Outcome.TIMED_OUT)
                 held.append((now + 3 * self._seconds, late))
             else:
                 held.append((now + self._seconds, done))
-        self._held[what] = [late for late in held if late[0] > now]
+        self._held = [late for late in held if late[0] > now]
         return [done for at, done in held if at <= now]
+
+    def _is_lost(self, ticket: int) -> bool:
+        """Those of look-ups are below zero."""
+        return ticket % 4 == 1 if ticket < 0 else self._reads.get(ticket, 0) % 4 == 2
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -92,9 +91,8 @@ class OneByOne:
 
 def wrap_below(ranks: Agreement, wrap: Callable[[Any], Any]) -> None:
     """Put something around what this rank has below its host tier."""
-    for part in (ranks._blocks, ranks._store):
-        if part is not None:
-            part._inner = part._transfers._inner = wrap(part._inner)
+    for blocks in ranks._blocks.values():
+        blocks._inner = wrap(blocks._inner)
 
 
 def below(what: str, folder: str) -> tuple[str, ...]:
@@ -189,7 +187,8 @@ def meet(rank: int, port: int, what: str, folder: str, profile: str, loses: bool
     )  # fmt: skip
     first = core.ask(PROMPT, 30).tokens
     core.forget()
-    core.tree.tiers.restorer.planner.costs.observe_remote(2e-4)  # as the profile says of the disk
+    costs = core.tree.tiers.restorer.planner.costs
+    costs.observe({Resource.REMOTE: 1.0}, 2e-4)  # as the profile says of the disk
     core.believe_profile()
     if rank == LATE:
         wrap = partial(Late, seconds=0.1, loses=True) if loses else OneByOne

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.store import known_blocks as remote_blocks
 from sglang_hc.store.remote import RemoteStore
-from sglang_hc.store.remote import blocks as remote_blocks
 from support.core import Core, run_in_child
 from support.prompts import in_store, on_disk
 from support.ranked_core import CORES, run_ranks
@@ -39,7 +39,7 @@ HIT_BY = 1
 
 
 def files(shared: Path) -> list[Path]:
-    return sorted(Path(shared, "sglang-hc").iterdir())
+    return sorted(Path(shared).iterdir())
 
 
 def check_alike(found: list[Turns]) -> None:
@@ -172,23 +172,28 @@ def raising(*_: Any) -> Any:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
+def objects_of(store: RemoteStore, shared: str) -> list[Path]:
+    """What this rank has in the store."""
+    return list(Path(shared).glob(f"hc3-*{store._model.part.hex()}-*"))
+
+
 def damage(store: RemoteStore, shared: str) -> None:
     """Every object that this rank has in the store loses a byte."""
-    for file in Path(shared, "sglang-hc").glob(f"hc1-{store._fingerprint.hex()}-*"):
+    for file in objects_of(store, shared):
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
 
 
 def lose(store: RemoteStore, shared: str) -> None:
-    for file in Path(shared, "sglang-hc").glob(f"hc1-{store._fingerprint.hex()}-*"):
+    for file in objects_of(store, shared):
         file.unlink()
 
 
 def swap(store: RemoteStore, other: bytes, shared: str) -> None:
     """Under each of this rank's keys lies the other rank's part."""
-    for file in Path(shared, "sglang-hc").glob(f"hc1-{store._fingerprint.hex()}-*"):
-        name = file.name.replace(store._fingerprint.hex(), other.hex())
+    for file in objects_of(store, shared):
+        name = file.name.replace(store._model.part.hex(), other.hex())
         file.write_bytes(file.with_name(name).read_bytes())
 
 
@@ -197,14 +202,14 @@ def meet_faults(
 ) -> tuple[dict[str, Turns], dict[str, Any]]:
     """Turns by the fault that came between them, and what /server_info shows then."""
     from sglang_hc.srt.arguments import storage_backends
-    from sglang_hc.store.remote.envelope import fingerprint_of_part
+    from sglang_hc.store.disk.format import part_of
 
     opened = storage_backends.open_remote
     storage_backends.open_remote = lambda *args: Faulty(opened(*args))
     core = engine(rank, port, kind, "hidden:2,kv:2", "llama-gqa", *in_store(shared))
     blocks = core.tree.tiers.disk._io
     store = blocks._store._inner
-    first = fingerprint_of_part(core.tree.tiers.host.tree.fingerprint, f"{kind}2-0")
+    first = part_of(core.tree.tiers.host.tree.fingerprint, f"{kind}2-0")
     is_hit = rank == HIT_BY
 
     def on_it(call: Callable[..., None], *args: Any) -> Callable[[], None]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.prompts import in_store, prompt
+from support.prompts import in_directory, prompt
 from support.served import first_turn, generate, start
 
 pytestmark = pytest.mark.server
@@ -17,7 +17,7 @@ PROMPT = prompt(9, 300)
 
 def test_a_conversation_moves_to_another_host(models: None, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
-    remote = in_store(shared)
+    remote = in_directory(shared)
     with start(tmp_path / "log", *remote) as server:
         saved = first_turn(server, PROMPT, "remote_saved_blocks")
         other = generate(server, PROMPT[::-1], 16)[0]

@@ -1,4 +1,4 @@
-"""Starts that must fail say why in one line; plain SGLang and `sgl.Engine` start as promised."""
+"""Starts that must fail say why in one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from support.core import MODELS, run_in_child
-from support.profiles import FREE_LOADING
 from support.waiting import HANGS_S
 
 MODEL = ("--model-path", str(MODELS / "llama-mha"))
@@ -167,48 +166,3 @@ def test_a_launch_without_the_hooks_is_refused(models: None) -> None:
     lines = [line for line in done.stderr.splitlines() if line.startswith("sglang-hc:")]
     assert len(lines) == 1 and "radix cache backend 'hc'" in lines[0]
     assert "pip install . in" in lines[0] and "keep hc in SGLANG_PLUGINS" in lines[0]
-
-
-ENGINE = """
-import random
-import sglang as sgl
-
-def main():
-    rng = random.Random(1)
-    draw = lambda n: [rng.randrange(3, 900) for _ in range(n)]
-    engine = sgl.Engine(model_path={model!r}, dtype="float32", max_total_tokens=640,
-                        skip_server_warmup=True, log_level="error")
-    ask = lambda ids: engine.generate(input_ids=ids, sampling_params={{
-        "max_new_tokens": 8, "temperature": 0, "ignore_eos": True}})
-    prompt = draw(200)
-    first = ask(prompt)
-    for _ in range(4):
-        ask(draw(320))
-    again = ask(prompt)
-    details = again["meta_info"]["cached_tokens_details"]
-    print("RESULT", first["output_ids"] == again["output_ids"], details["device"], details["host"])
-    history = draw(700)
-    cuts = [reply["meta_info"]["hc_overflow"]["dropped"] for reply in ask([history, history])]
-    print("CUT", cuts, len(history))
-    engine.shutdown()
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-@pytest.mark.server
-def test_an_engine_takes_its_options_from_the_environment(models: None, tmp_path: Path) -> None:
-    script = tmp_path / "engine.py"
-    script.write_text(ENGINE.format(model=str(MODELS / "llama-mha")))
-    options = {"forms": "hidden", "host_size_gb": 0.2, "profile": str(FREE_LOADING)}
-    options |= {"overflow": "recompute", "overflow_reserve": 64}
-    env = {**os.environ, "SGLANG_HC_CONFIG": json.dumps(options)}
-    env["PYTHONPATH"] = str(ROOT / "python")
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=env, capture_output=True, text=True, timeout=HANGS_S, check=False,
-    )  # fmt: skip
-    assert "RESULT True 0 199" in done.stdout, done.stdout + done.stderr
-    # Both prompts of the batch are cut, and the caller's list, which they are, stays as it is.
-    assert "CUT [[64, 256], [64, 256]] 700" in done.stdout, done.stdout + done.stderr

@@ -9,7 +9,6 @@ import struct
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import xxhash
 from hypothesis import example, given, settings
@@ -17,10 +16,9 @@ from hypothesis import strategies as st
 
 from sglang_hc.forms import CHUNK_ALIGN
 from sglang_hc.store.disk import format as disk
-from sglang_hc.store.remote import envelope
 
 IDS = st.binary(min_size=16, max_size=16)
-STARTS = st.sampled_from([b"", disk.MAGIC, envelope.MAGIC])
+STARTS = st.sampled_from([b"", disk.MAGIC, b"SGHCREMO"])
 VERSIONS = st.sampled_from([0, 2, disk.VERSION, disk.VERSION, 4, 0xFFFF])
 
 
@@ -47,7 +45,7 @@ def test_a_blocks_header_is_one_or_is_refused(page: bytes, cut: int) -> None:
         return
     written = memoryview(bytearray(header.header_bytes))
     header.pack_into(written)
-    assert disk.BlockHeader.unpack(written) == header
+    assert disk.BlockHeader.unpack(written) == replace(header, mac=disk.NO_MAC), "by no key"
 
 
 @settings(max_examples=400)
@@ -97,15 +95,17 @@ def test_what_a_header_says_comes_back(
 
 
 @settings(max_examples=400)
-@given(pages(), st.binary(max_size=64), IDS, IDS)
-def test_an_envelope_is_intact_or_has_another_verdict(
-    page: bytes, payload: bytes, model: bytes, identity: bytes
+@given(pages(), st.binary(max_size=64), IDS, IDS, st.booleans())
+def test_a_block_of_any_bytes_is_refused_unless_it_was_sealed(
+    page: bytes, data: bytes, model: bytes, identity: bytes, has_key: bool
 ) -> None:
-    header = np.frombuffer(page, np.uint8)
-    body = np.frombuffer(payload, np.uint8)
-    assert envelope.inspect(header, body, model, identity) is not envelope.Verdict.INTACT
-    frame = np.zeros(envelope.HEADER_BYTES + len(payload), np.uint8)
-    frame[envelope.HEADER_BYTES :] = body
-    envelope.seal(frame, model, identity, 5)
-    first = frame[: envelope.HEADER_BYTES]
-    assert envelope.inspect(first, body, model, identity) is envelope.Verdict.INTACT
+    key = disk.mac_key(b"x") if has_key else None
+    stored, body = (
+        disk.StoredModel.of([(0, 0, CHUNK_ALIGN)], model, "x", key=key),
+        memoryview(data.ljust(CHUNK_ALIGN, b"\0")),
+    )
+    with pytest.raises(disk.Damaged):
+        disk.check_block(memoryview(page), body, identity, stored)
+    block, header = disk.Block(identity, bytes(16), "", 0, b""), memoryview(bytearray(CHUNK_ALIGN))
+    disk.seal_block(header, body, block, stored, 5)
+    disk.check_block(header, body, identity, stored)

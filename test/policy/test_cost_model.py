@@ -4,9 +4,9 @@ from dataclasses import replace
 import pytest
 
 from sglang_hc.errors import ConfigError
-from sglang_hc.forms import Form, LayerPlan
-from sglang_hc.policy.cost_model import CostModel, Samples, SourceTier, TierCopy
-from sglang_hc.policy.fit import Fit, FitError
+from sglang_hc.forms import LayerPlan
+from sglang_hc.policy.cost_model import SourceTier, TierCopy
+from sglang_hc.policy.fit import Fit
 from sglang_hc.profile_file import decode, encode
 from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
 from sglang_hc.tools.model_shape import ModelShape
@@ -19,17 +19,6 @@ SHAPE = ModelShape.from_config(
 )  # fmt: skip
 A100 = load_hardware("A100-40G")
 SHEET = datasheet_costs(A100, SHAPE, 26e9, 6.9e9)
-SIZES = (64, 512, 4096)
-
-
-def samples(**changes) -> Samples:
-    copies = {
-        (SourceTier.HOST, Form.KV): [(n, 1e-5 + 6e-7 * n) for n in SIZES],
-        (SourceTier.HOST, Form.HIDDEN): [(n, 1e-5 + 3e-7 * n) for n in SIZES],
-    }
-    prefill = [(n, c, 1e-4 + 2e-6 * n + 1e-11 * n * (c + n / 2)) for n in SIZES for c in (0, 8192)]
-    project = [(n, 2e-5 + 3e-7 * n) for n in SIZES]
-    return Samples(**{"copies": copies, "prefill": prefill, "project": project} | changes)
 
 
 def test_datasheet_costs_are_bytes_and_flops_over_rates():
@@ -42,7 +31,6 @@ def test_datasheet_costs_are_bytes_and_flops_over_rates():
     assert SHEET.prefill_layer(1000, 8192) == pytest.approx(
         (2 * 1000 * SHAPE.layer_params + attention) / flops
     )
-    assert SHEET.complaints() == ()
 
 
 def test_what_comes_from_disk_is_copied_once_more_behind_it():
@@ -66,26 +54,9 @@ def test_few_tokens_take_as_long_as_reading_the_weights():
     assert SHEET.prefill_layer(1, 0) == SHEET.prefill_layer(64, 0)
 
 
-def test_measured_samples_are_fitted():
-    model = CostModel.from_samples(samples(), "here")
-    assert model.copy_hidden(SourceTier.HOST, 1000) == pytest.approx(3.1e-4, rel=1e-6)
-    assert model.copy_kv(SourceTier.HOST, 1000) == pytest.approx(6.1e-4, rel=1e-6)
-    assert model.project_kv(1000) == pytest.approx(3.2e-4, rel=1e-6)
-    assert model.prefill_layer(1000, 4096) == pytest.approx(2.146e-3, rel=1e-3)
-    assert (model.origin, model.complaints()) == ("measured", ())
-
-
-def test_a_poor_fit_is_named_with_its_remedy():
-    wild = [(64, 1e-3), (512, 1e-5), (4096, 2e-3), (4096, 1e-5), (64, 5e-3)]
-    model = CostModel.from_samples(samples(project=wild), "here")
-    (sentence,) = model.complaints()
-    assert "the projection of hidden states is poor" in sentence
-    assert "idle machine" in sentence
-
-
 def test_a_model_without_hidden_form_has_no_hidden_costs():
-    kv = {(SourceTier.HOST, Form.KV): samples().copies[SourceTier.HOST, Form.KV]}
-    model = CostModel.from_samples(samples(copies=kv, project=()), "here")
+    kv = {tier: replace(copy, hidden=None) for tier, copy in SHEET.copies.items()}
+    model = replace(SHEET, copies=kv, project=None)
     times = model.layer_times(SourceTier.HOST, 64)
     assert (times.copy_hidden, times.project) == (math.inf, math.inf)
     assert decode(encode(model), "x") == model
@@ -93,13 +64,7 @@ def test_a_model_without_hidden_form_has_no_hidden_costs():
 
 def test_half_of_the_hidden_costs_is_an_error():
     with pytest.raises(ConfigError, match="both be known, or neither"):
-        CostModel.from_samples(samples(project=()), "here")
-
-
-def test_missing_samples_say_which():
-    hidden = {(SourceTier.DISK, Form.HIDDEN): [(64, 1.0), (128, 2.0)]}
-    with pytest.raises(FitError, match=r"copy from disk, kv: .* 2 different sizes"):
-        CostModel.from_samples(samples(copies=hidden), "here")
+        replace(SHEET, project=None)
 
 
 def test_layer_times_put_the_new_tokens_behind_the_restored_ones():
@@ -109,8 +74,3 @@ def test_layer_times_put_the_new_tokens_behind_the_restored_ones():
     both = SHEET.copy_kv(SourceTier.DISK, 512) + SHEET.copy_kv(SourceTier.HOST, 512)
     assert times.copy_kv == both
     assert (times.start, times.pieces) == (0.0, 1)
-
-
-@pytest.mark.parametrize(("noise", "is_noisy"), [(1.5, False), (1.501, True), (None, False)])
-def test_a_profile_is_noisy_beyond_a_limit(noise, is_noisy):
-    assert replace(SHEET, noise=noise).is_noisy == is_noisy

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import LayerPlan, StateShape
+from sglang_hc.policy.correction import Resource
 from sglang_hc.policy.cost_model import CostModel, SourceTier
-from sglang_hc.policy.layer_plan import HISTORIES, NEW_TOKENS, auto_plan
+from sglang_hc.policy.layer_plan import HISTORIES, KEPT, NEW_TOKENS, auto_plan, served_seconds
 from sglang_hc.policy.makespan import makespan
 from support.profiles import cost_model
 
@@ -81,3 +84,29 @@ def test_the_explanation_names_every_tier_and_rival() -> None:
                  "recompute", "bytes a token"):  # fmt: skip
         assert part in found.explanation
     assert "\n" not in found.explanation
+
+
+@given(st.floats(1e-8, 1e-3), st.floats(1.0, 16.0), st.sampled_from([HOST, BOTH]), st.booleans())
+def test_a_plan_is_kept_while_nothing_is_much_faster(host, slower, tiers, overlap) -> None:
+    """Blocks on a disk are found under their own plan only."""
+    cost = cost_model(host=host, disk=4 * host, project=2e-6, prefill=2e-5, overlap=overlap)
+    chosen = plan(cost, tiers)
+    cost.plan = chosen
+    assert plan(cost, tiers) == chosen
+    cost.learned[Resource.KV_COPY] = slower
+    other = plan(replace(cost, plan=None), tiers)
+    kept = plan(cost, tiers)
+    assert kept in (chosen, other)
+    for tier in tiers:
+        for history in HISTORIES:
+            best = served_seconds(cost, other, tier, history, NEW_TOKENS)
+            assert served_seconds(cost, kept, tier, history, NEW_TOKENS) <= KEPT * best * (1 + 1e-9)
+    if slower < 1.01:
+        assert kept == chosen
+
+
+def test_a_plan_that_this_server_cannot_have_is_not_kept() -> None:
+    cost = cost_model(host=1e-7, project=1e-7, prefill=1e-3)
+    for plan_before in (LayerPlan(0, 8, 0), LayerPlan(1, 0, 7), LayerPlan(0, 0, 9)):
+        cost.plan = plan_before
+        assert plan(cost, hidden=False) == LayerPlan(0, 0, 8)

@@ -41,14 +41,14 @@ def recomputed(tokens: int, context: int = 0) -> float:
 # Seven orders of magnitude between machines, far more than any pair of real ones.
 rate = st.floats(1e-9, 1e-2)
 fixed = st.one_of(st.just(0.0), st.floats(1e-6, 1e-2))
-lines = st.builds(Fit, fixed, rate, floor=fixed, r2=st.just(1.0))
+lines = st.builds(Fit, fixed, rate, floor=fixed)
 copies = st.builds(TierCopy, kv=lines, hidden=lines)
 machines = st.builds(
     CostModel,
     st.just("drawn"),
     st.just("measured"),
     st.fixed_dictionaries({tier: copies for tier in SourceTier}),
-    st.builds(Fit, fixed, rate, st.floats(0, 1e-6), floor=fixed, r2=st.just(1.0)),
+    st.builds(Fit, fixed, rate, st.floats(0, 1e-6), floor=fixed),
     lines,
     overlap=st.booleans(),
     ahead=st.one_of(st.just(math.inf), st.floats(0, 1)),

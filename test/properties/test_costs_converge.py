@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import LayerPlan
-from sglang_hc.policy.cost_correction import BOUND, DEAD_BAND, Resource
+from sglang_hc.policy.correction import BOUND, STEP, Resource
 from sglang_hc.policy.cost_model import CostModel
 from sglang_hc.policy.restore_plan import Decision, plan_restore
 from sglang_hc.policy.tries import LAST_GAP, TRY_SHARE, affordable
@@ -21,6 +20,12 @@ from support.simulated_machine import SimulatedMachine, is_try, scaled
 
 PLANS = [LayerPlan(0, 0, 8), LayerPlan(0, 8, 0), LayerPlan(0, 5, 3), LayerPlan(2, 3, 3)]
 PREFILL = 1e-4
+COPIES_AND_COMPUTE = (
+    Resource.KV_COPY,
+    Resource.HIDDEN_COPY,
+    Resource.PROJECTION,
+    Resource.PREFILL,
+)
 
 machines = st.builds(
     cost_model,
@@ -48,29 +53,30 @@ def best(cost: CostModel, plan: LayerPlan, history: int, new: int, recompute: bo
     )  # fmt: skip
 
 
+NOISE = 1.1
+
+
 @settings(max_examples=examples(200))
 @given(machines, st.sampled_from(PLANS), requests, st.integers(0, 99), st.booleans())
-def test_a_right_profile_never_changes_a_decision(cost, plan, asked, seed, recompute) -> None:
-    """Under any noise within the dead band; tries are counted apart."""
+def test_a_right_profile_stays_right(cost, plan, asked, seed, recompute) -> None:
+    """No decision costs more than the noise leaves open; tries are counted apart."""
     true = host_only(cost)
-    machine = SimulatedMachine(true, true, plan, noise(seed, DEAD_BAND * 0.999), recompute)
+    machine = SimulatedMachine(true, true, plan, noise(seed, NOISE), recompute)
     tries = refusals = 0
     for history, new in asked:
         found, wanted = machine.serve(history, new), best(true, plan, history, new, recompute)
         if is_try(found):
             tries += 1
-            assert found.reason is wanted.reason
         else:
-            assert replace(found, copy_seconds=0.0, skips_hidden=False) == wanted
+            seconds = true_seconds(true, plan, found, history, new)
+            assert seconds <= NOISE**2 * wanted.seconds * (1 + 1e-9)
         refusals += not wanted.tokens
-    assert machine.costs.model is true
     assert machine.counters["restore_decision_try"] == tries
-    if not plan.hidden:
-        assert tries <= 6 + refusals / LAST_GAP
+    assert machine.costs.changes == 0
 
 
 wrong = st.dictionaries(
-    st.sampled_from([r for r in Resource if r is not Resource.DISK]),
+    st.sampled_from(COPIES_AND_COMPUTE),
     st.floats(1 / BOUND, BOUND),
     min_size=1,
 )
@@ -79,8 +85,8 @@ wrong = st.dictionaries(
 @settings(max_examples=examples(200))
 @given(machines, st.sampled_from(PLANS), wrong, st.integers(0, 99), st.booleans())
 def test_a_wrong_profile_is_unlearned(cost, plan, errors, seed, recompute) -> None:
-    """After 50 equal requests each costs at most as much more than the best as the dead band
-    leaves open, unless a single block was too dear to be tried."""
+    """After 50 equal requests each costs at most as much more than the best as the noise leaves
+    open, unless a single block was too dear to be tried."""
     true = host_only(cost)
     profile = scaled(true, errors)
     machine = SimulatedMachine(profile, true, plan, noise(seed, 1.02), recompute)
@@ -90,23 +96,56 @@ def test_a_wrong_profile_is_unlearned(cost, plan, errors, seed, recompute) -> No
         last = found if not is_try(found) else last
     assert last is not None
     if machine.counters["restore_decision_try"] < 3 and (not last.tokens or last.skips_hidden):
-        seconds = best(machine.costs.model, plan, 2048, 64, recompute).seconds
-        assert not affordable(machine.costs.model, plan, 2048, context=0, new=64, seconds=seconds)
+        seconds = best(machine.costs, plan, 2048, 64, recompute).seconds
+        assert not affordable(machine.costs, plan, 2048, context=0, new=64, seconds=seconds)
         return
-    assert true_seconds(true, plan, last) <= (DEAD_BAND * 1.02) ** 2 * best(
-        true, plan, 2048, 64, recompute
-    ).seconds * (1 + 1e-9)
+    seconds = true_seconds(true, plan, last)
+    assert seconds <= 1.02**4 * best(true, plan, 2048, 64, recompute).seconds * (1 + 1e-9)
 
 
-def true_seconds(true: CostModel, plan: LayerPlan, choice) -> float:
-    """What the choice for 2,048 tokens and 64 new ones really takes."""
+off = st.one_of(st.floats(2, 4), st.floats(1 / 4, 1 / 2))
+off_by_four = st.fixed_dictionaries({resource: off for resource in COPIES_AND_COMPUTE})
+
+
+@settings(max_examples=examples(200))
+@given(machines, st.sampled_from(PLANS), off_by_four, st.integers(0, 99), st.booleans())
+def test_a_probe_that_is_two_to_four_times_off_is_right_after_twenty_requests(
+    cost, plan, errors, seed, recompute
+) -> None:
+    """What is predicted for what is done is within 15 %, on a machine that is noisy and sometimes
+    busy with something else; and what pays is done."""
+    true, rng = host_only(cost), random.Random(seed)
+    even = noise(seed, NOISE)
+
+    def sometimes_busy() -> float:
+        return even() * (5.0 if rng.random() < 0.05 else 1.0)
+
+    machine = SimulatedMachine(scaled(true, errors), true, plan, sometimes_busy, recompute)
+    for _ in range(20):
+        machine.serve(2048, 64)
+    found = machine.serve(2048, 64)
+    while is_try(found):
+        found = machine.serve(2048, 64)
+    assert found.seconds == pytest.approx(true_seconds(true, plan, found), rel=0.15)
+    for _ in range(2 * LAST_GAP):
+        found = machine.serve(2048, 64)
+    wanted = best(true, plan, 2048, 64, recompute)
+    assert is_try(found) or true_seconds(true, plan, found) <= STEP * wanted.seconds
+
+
+def true_seconds(
+    true: CostModel, plan: LayerPlan, choice, history: int = 2048, new: int = 64
+) -> float:
+    """What the choice for so many tokens and new ones really takes."""
     if not choice.tokens:
-        return plan.num_layers * true.prefill_layer(2048 + 64, 0)
+        return plan.num_layers * true.prefill_layer(history + new, 0)
     kv = min(plan.kv, plan.num_layers - choice.recompute_layers)
     as_chosen = LayerPlan(
         choice.recompute_layers, plan.num_layers - choice.recompute_layers - kv, kv
     )
-    return best(true, as_chosen, choice.tokens, 64 + 2048 - choice.tokens, False).as_stored_seconds
+    return best(
+        true, as_chosen, choice.tokens, new + history - choice.tokens, False
+    ).as_stored_seconds
 
 
 @pytest.mark.parametrize("plan", PLANS[:2])

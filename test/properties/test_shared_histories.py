@@ -126,7 +126,7 @@ class Scheduler:
         self.head = min(self.head + tokens, len(self.running) * BLOCK_TOKENS)
         kept = tokens_of(self.running)[: self.head // BLOCK_TOKENS * BLOCK_BYTES]
         for node in keep(self.tiers.host, kept, now=self.tiers.now):
-            self.tiers.disk.spill(node)
+            self.tiers.disk.write_through(node)
 
     def check(self) -> None:
         self.tiers.host.check_integrity()

@@ -89,7 +89,7 @@ class Loop:
         """What the request leaves behind comes into the host tier, as far as there is room."""
         tokens = tokens_of(self.words[rid])
         for node in keep(self.host, tokens, now=self.now):
-            self.disk.spill(node)
+            self.disk.write_through(node)
         self.disk.poll()
         self.queue.finished(rid, len(self.words[rid]))
         assert not self.queue.requests.is_fetching(rid)

@@ -49,7 +49,7 @@ def expected_use(window: LookAhead[str], needs_of: dict[str, list[bytes]]) -> di
 def test_a_block_counts_with_its_earliest_waiting_use(needs_of, passes):
     window: LookAhead[str] = LookAhead()
     told: dict[bytes, float | None] = {}
-    window.subscribe(lambda blocks: told.update(window.next_uses(blocks)))
+    window.subscribe(lambda blocks: told.update({b: window.next_use(b) for b in blocks}))
     before: list[str] = []
     inside: list[str] = []
     for queue, length in passes:

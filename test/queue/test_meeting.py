@@ -10,7 +10,7 @@ from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.meeting import History, Split, best_split
 from sglang_hc.queue.meeting import LEAST_TOKENS, Action
 from sglang_hc.queue.prefetch import PATIENCE
-from sglang_hc.store.disk_tier import READ_DEADLINE_S
+from sglang_hc.store.lower_tier import READ_DEADLINE_S
 from sglang_hc.store.outcome import Outcome
 from support.examples import examples
 from support.meeting_world import BLOCK_SECONDS, WORD, World

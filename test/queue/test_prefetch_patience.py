@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 
 from sglang_hc.forms import LayerPlan
-from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.tries import Tries
 from sglang_hc.queue.prefetch import MAX_FETCHES, PATIENCE, TRY_BLOCKS
@@ -222,8 +221,7 @@ def test_a_disk_slower_than_recomputing_is_left_alone_but_for_tries() -> None:
 def fifty_requests(true: float, profile: float) -> tuple[list[int], Counter[str]]:
     """Blocks hit by each of 50 requests for three blocks that are on disk only; seconds to read a
     token on this machine, and by its profile."""
-    model = cost_model(host=1e-6, disk=profile + 1e-6, prefill=1e-2)
-    costs = CorrectedCosts(model)
+    costs = cost_model(host=1e-6, disk=profile + 1e-6, prefill=1e-2)
     choice = RestorePlanner(costs, LayerPlan(0, 0, 1), False, Counter())
     seen = partial(costs.observe_read, LayerPlan(0, 0, 1))
     subject = ServerSubject("lru", "queue", 8, choice, seen, can_meet=False)

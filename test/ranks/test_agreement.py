@@ -6,13 +6,14 @@ import math
 
 import pytest
 
-from sglang_hc.ranks.agreement import ALONE, MARK_PASSES, REPORT_S, TOGETHER_S, Agreement, Verdicts
-from sglang_hc.ranks.block_io import NEWS, AgreedBlocks
-from sglang_hc.store import block_io
+from sglang_hc.ranks.agreement import ALONE, MARK_PASSES, REPORT_S, TOGETHER_S, Agreement, Decisions
+from sglang_hc.ranks.block_io import NEWS
+from sglang_hc.store import known_blocks
 from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.circuit_breaker import FAILURES_TO_OPEN
 from sglang_hc.store.executor import Completion, Point
+from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.outcome import Outcome
 from support.fake_io import FakeIo
 from support.several_ranks import Group
@@ -50,15 +51,13 @@ class Pair:
         self.group: Group = Group(2, no_wait)
         self.executors = [HeldExecutor(), HeldExecutor()]
         self.disks = [FakeIo(writes_wait=True), FakeIo(writes_wait=True)]
-        self.blocks: list[AgreedBlocks] = []
+        self.blocks: list[KnownBlocks] = []
         self.scatters = []
         for agreement, executor, disk in zip(
             self.group.agreements, self.executors, self.disks, strict=True
         ):
             self.scatters.append(agreement.executor(executor))
-            blocks = agreement.blocks(disk, 9)
-            assert isinstance(blocks, AgreedBlocks)
-            self.blocks.append(blocks)
+            self.blocks.append(KnownBlocks(agreement.blocks(disk, 9), agreement.clock))
 
     def a_pass(self, patience: float = 0.0) -> list[list[BlockDone]]:
         self.group.begin_pass(patience, requests=False)
@@ -80,7 +79,7 @@ def block(number: int) -> Block:
 
 def write(pair: Pair, number: int, ends: tuple[Outcome, Outcome]) -> list[BlockDone]:
     for blocks, disk, end in zip(pair.blocks, pair.disks, ends, strict=True):
-        assert blocks.write(number, block(number), 0, 30.0)
+        blocks.write(number, block(number), 0, 30.0)
         disk.step(end)
     (one,), (two,) = pair.a_pass()
     assert one == two
@@ -173,20 +172,22 @@ def test_what_rank_0_has_is_known_to_all_a_part_at_a_time() -> None:
     assert [blocks.contains(path) for blocks in pair.blocks] == [3, 3]
 
 
-def test_a_refused_write_is_a_no_and_too_many_are_refused_by_all(
+def test_a_dropped_write_is_a_no_and_too_many_are_dropped_by_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(block_io, "WRITE_QUEUE", 2)
+    monkeypatch.setattr(known_blocks, "WRITE_QUEUE", 2)
     pair = Pair()
-    pair.disks[1].up = False  # refuses
+    pair.disks[1].up = False  # drops them
     for blocks in pair.blocks:
-        assert blocks.write(1, block(1), 0, 30.0)
-        assert blocks.write(2, block(2), 0, 30.0)
-        assert not blocks.write(3, block(3), 0, 30.0)
+        for number in (1, 2, 3):
+            blocks.write(number, block(number), 0, 30.0)
+        assert [(d.ticket, d.outcome) for d in blocks.poll()] == [(3, Outcome.DROPPED)]
     pair.disks[0].end_all()
     for done in pair.a_pass():
         assert [(d.ticket, d.outcome) for d in done] == [(1, Outcome.DROPPED), (2, Outcome.DROPPED)]
-    assert all(blocks.write(4, block(1), 0, 30.0) for blocks in pair.blocks)
+    for blocks in pair.blocks:
+        blocks.write(4, block(1), 0, 30.0)
+    assert len(pair.disks[0].moves) == 1
 
 
 def test_a_disk_that_fails_on_one_rank_is_left_alone_by_all() -> None:
@@ -202,7 +203,9 @@ def test_a_disk_that_fails_on_one_rank_is_left_alone_by_all() -> None:
         pair.a_pass()
     for blocks in pair.blocks:
         assert not blocks.contains([name(1)])
-        assert not blocks.write(20, block(2), 0, 30.0)
+        blocks.read(20, name(1), 0, 30.0)
+        assert [(d.ticket, d.outcome) for d in blocks.poll()] == [(20, Outcome.MISSING)]
+    assert not any(disk.moves for disk in pair.disks)
     pair.group.now += 3600.0
     assert not any(blocks.contains([name(1)]) for blocks in pair.blocks)
     pair.a_pass()  # the clock of decisions has heard of it
@@ -266,27 +269,27 @@ def test_one_rank_alone_is_as_it_was() -> None:
     assert ALONE.counts() == {}
 
 
-def test_verdicts_travel() -> None:
+def test_decisions_travel() -> None:
     import pickle
 
     pair = Pair()
     pair.disks[0].hold([name(1)])
     pair.group.agreements[0].begin_pass()
-    verdicts = pair.group.agreements[0].verdicts(0.0, requests=False)
-    assert isinstance(verdicts, Verdicts)
-    assert pickle.loads(pickle.dumps(verdicts)) == verdicts
+    decisions = pair.group.agreements[0].decisions(0.0, requests=False)
+    assert isinstance(decisions, Decisions)
+    assert pickle.loads(pickle.dumps(decisions)) == decisions
     assert isinstance(pair.group.agreements[1], Agreement)
 
 
 def test_ranks_show_each_other_what_they_counted_now_and_then() -> None:
     group: Group = Group(2, no_wait)
     first, second = group.agreements
-    second.show(lambda: {"lost": 1})
+    second.publish_counts(lambda: {"lost": 1})
     assert first.reports({"own": 5}) == [{"own": 5}, {"lost": 1}]
     group.now += REPORT_S - 0.1
-    second.show(lambda: {"lost": 2})
+    second.publish_counts(lambda: {"lost": 2})
     assert first.reports({})[1] == {"lost": 1}
     group.now += 0.1
-    second.show(lambda: {"lost": 3})
+    second.publish_counts(lambda: {"lost": 3})
     assert first.reports({})[1] == {"lost": 3}
     assert ALONE.reports({"own": 5}) == [{"own": 5}]

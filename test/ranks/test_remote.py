@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 
 import pytest
 
@@ -12,9 +11,9 @@ from sglang_hc.ranks.agreement import ALONE
 from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.circuit_breaker import FAILURES_TO_OPEN
+from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.store.remote import RemoteBlocks
-from sglang_hc.store.remote.presence_cache import Presence
+from sglang_hc.store.presence import Presence
 from support.fake_store import FakeStoreIo
 from support.several_ranks import Group
 
@@ -39,13 +38,11 @@ class Pair:
     def __init__(self) -> None:
         self.group: Group = Group(2, no_wait)
         self.stores = [FakeStoreIo(), FakeStoreIo()]
-        self.counts: list[Counter[str]] = [Counter(), Counter()]
         self.blocks = [
-            RemoteBlocks(agreement.store(store), counts, agreement.clock)
-            for agreement, store, counts in zip(
-                self.group.agreements, self.stores, self.counts, strict=True
-            )
+            KnownBlocks(agreement.blocks(store), agreement.clock)
+            for agreement, store in zip(self.group.agreements, self.stores, strict=True)
         ]
+        self.counts = [store.counts for store in self.stores]
 
     def a_pass(self, patience: float = 0.0) -> list[list[BlockDone]]:
         self.group.begin_pass(patience, requests=False)
@@ -61,7 +58,7 @@ class Pair:
         """The first block is read or written on both, which ends so."""
         for blocks, store, end in zip(self.blocks, self.stores, ends, strict=True):
             if write:
-                assert blocks.write(1, Block(PATH[0], name(99), "", 0, b""), 0, 30.0)
+                blocks.write(1, Block(PATH[0], name(99), "", 0, b""), 0, 30.0)
             else:
                 blocks.read(1, PATH[0], 0, 30.0)
             store.step(end)
@@ -192,4 +189,4 @@ def test_nobody_waits_for_a_look_up(pair: Pair) -> None:
 
 def test_one_rank_alone_is_as_it_was() -> None:
     store = FakeStoreIo()
-    assert ALONE.store(store) is store
+    assert ALONE.blocks(store) is store

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hc.forms import LayerPlan
-from sglang_hc.policy.cost_correction import CorrectedCosts, Resource
+from sglang_hc.policy.correction import Resource
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.meeting import History, Span
 from sglang_hc.policy.restore_plan import Decision, Reason, plan_restore
@@ -26,8 +26,7 @@ LINK = cost_model(host=1e-5, disk=1e-3, project=1e-6, prefill=1e-4)
 def choice(cost: CostModel | None, recompute: bool = True) -> tuple[RestorePlanner, Counter, Clock]:
     counters: Counter[str] = Counter()
     clock = Clock()
-    costs = None if cost is None else CorrectedCosts(cost)
-    return RestorePlanner(costs, PLAN, recompute, counters, clock), counters, clock
+    return RestorePlanner(cost, PLAN, recompute, counters, clock), counters, clock
 
 
 seconds = st.floats(0, 1e-3)
@@ -137,13 +136,13 @@ def test_what_the_look_at_the_queue_is_told_is_what_copies_of_all_stored_layers_
 
 
 def test_disk_and_store_have_prices_of_their_own_and_the_store_the_one_that_was_seen() -> None:
-    costs = CorrectedCosts(cost_model(host=1e-6, disk=4e-6, project=1e-6, prefill=1e-4))
+    costs = cost_model(host=1e-6, disk=4e-6, project=1e-6, prefill=1e-4)
     chooser = RestorePlanner(costs, PLAN, False, Counter(), Clock())
     mixed = History(0, [Span(DISK, 2048), Span(REMOTE, 2048)], 0, 64)
     assert chooser.block_seconds(REMOTE) == 0.0 and chooser.split(mixed, 0, None) is None
     disk = chooser.block_seconds(DISK)
     for slower in (1e-6, 1e-2, 1e-2, 1e-2):
-        costs.observe_remote(slower)
+        costs.observe({Resource.REMOTE: 1.0}, slower)
     layers = PLAN.hidden + PLAN.kv
     assert chooser.block_seconds(REMOTE) == pytest.approx(64 * layers * 1e-2)
     assert chooser.block_seconds(DISK) == disk, "the store's speed is not the disk's"
@@ -154,7 +153,7 @@ def test_disk_and_store_have_prices_of_their_own_and_the_store_the_one_that_was_
 
 @pytest.mark.parametrize("may", [True, False])
 def test_blocks_are_restored_as_they_come_only_where_they_can_be(may: bool) -> None:
-    costs = CorrectedCosts(cost_model(host=0.25, disk=0.25))
+    costs = cost_model(host=0.25, disk=0.25)
     plan, counts = LayerPlan(0, 0, 8), Counter[str]()
     chooser = RestorePlanner(costs, plan, True, counts, Clock(), as_they_come=may)
     split = chooser.split(History(0, [Span(SourceTier.DISK, 4096)], 0, 64), 0, 64)
@@ -225,21 +224,20 @@ def test_a_refusal_that_the_costs_did_not_decide_brings_no_try_nearer() -> None:
 
 
 def test_corrected_costs_decide_from_the_next_request_on() -> None:
-    costs = CorrectedCosts(DEAR)
+    costs = dataclasses.replace(DEAR)
     chooser = RestorePlanner(costs, PLAN, False, Counter(), Clock())
     assert chooser.choose(1024, 0, 64).decision is Decision.TRY
     before = chooser.block_seconds(DISK)
     for _ in range(7):
-        costs.observe(Resource.KV_COPY, 10.0, 1.0)
-        costs.observe(Resource.HIDDEN_COPY, 10.0, 1.0)
-        costs.observe(Resource.DISK, 10.0, 1.0)
+        for resource in (Resource.KV_COPY, Resource.HIDDEN_COPY, Resource.DISK):
+            costs.observe({resource: 10.0}, 1.0)
     assert chooser.choose(1024, 0, 64).decision is Decision.LOAD
     assert chooser.block_seconds(DISK) == pytest.approx(before / 10)
 
 
 def test_always_restores_and_fetches_whatever_it_costs() -> None:
     counters: Counter[str] = Counter()
-    costs = CorrectedCosts(cost_model(host=9.0, disk=9.0, project=9.0, prefill=1e-9))
+    costs = cost_model(host=9.0, disk=9.0, project=9.0, prefill=1e-9)
     chooser = RestorePlanner(costs, PLAN, True, counters, Clock(), always=True)
     found = chooser.choose(640, 64, 1)
     assert (found.tokens, found.recompute_layers, found.copy_seconds) == (640, PLAN.recompute, 0.0)

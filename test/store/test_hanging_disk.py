@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 from sglang_hc.capture.snapshots import ScatterQueue
-from sglang_hc.store import disk_tier
 from sglang_hc.store import executor as executor_module
+from sglang_hc.store import lower_tier
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.disk.threads import READ_THREADS, DiskThreads, Patience
-from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.executor import CopySlot, ThreadExecutor
 from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.known_blocks import KnownBlocks
+from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.store.outcome import Outcome
 from support.disk_store import (
     LAYOUT,
@@ -53,7 +54,7 @@ class Hanging:
         """calls: names of hooks of `Faults`."""
         self._open.clear()
         self.inside.clear()
-        self._patch.setattr(disk_tier, "DRAIN_S", 0.05)
+        self._patch.setattr(lower_tier, "DRAIN_S", 0.05)
 
         def wait(path: str) -> None:
             if where in path and not self._open.is_set():
@@ -65,7 +66,7 @@ class Hanging:
 
     def let_go(self) -> None:
         self._open.set()
-        self._patch.setattr(disk_tier, "DRAIN_S", HANGS_S)
+        self._patch.setattr(lower_tier, "DRAIN_S", HANGS_S)
 
 
 @pytest.fixture
@@ -87,18 +88,18 @@ class World:
             open_store(*folders, backend=FaultyBackend(hanging.faults)), self.pool, Counter(),
             patience=Patience(HANGS_S, HANGS_S),
         )  # fmt: skip
-        self.tier = DiskTier(self.io, self.host)
+        self.tier = LowerTier(KnownBlocks(self.io), self.host)
 
-    def spill(self, word: str) -> list:
+    def write_through(self, word: str) -> list:
         """The blocks of a path, with the bytes that follow from their identities, go to disk."""
         nodes = keep(self.host, tokens_of(word))
         for node in nodes:
             self.pool.slot(node.slot)[:] = data_of(node.block_id)
-            self.tier.spill(node)
+            self.tier.write_through(node)
         return nodes
 
     def saved(self, word: str) -> list:
-        nodes = self.spill(word)
+        nodes = self.write_through(word)
         self.tier.drain()
         return nodes
 
@@ -159,7 +160,7 @@ def test_a_write_that_hangs_holds_up_no_flush_and_keeps_its_bytes(
 ) -> None:
     """It takes its bytes from the slot when it goes on: they must be the block's still."""
     hanging.hang(call)
-    first, second = world.spill("ab")
+    first, second = world.write_through("ab")
     slots = first.slot, second.slot
     assert hanging.inside.wait(HANGS_S)
     world.tier.drain()
@@ -183,9 +184,9 @@ def test_what_hangs_while_the_disk_is_cleared_is_not_published_later(
 ) -> None:
     world.saved("z")
     hanging.hang(call)
-    world.spill("ab")
+    world.write_through("ab")
     assert hanging.inside.wait(HANGS_S)
-    world.spill("cdefgh")  # these wait behind it
+    world.write_through("cdefgh")  # these wait behind it
     ended: list[BlockDone] = []
     world.tier.erase(None, (), ended.extend)
     world.tier.poll()
@@ -212,7 +213,7 @@ def test_new_weights_and_a_stop_wait_for_no_disk(world: World, hanging: Hanging)
     assert hanging.inside.wait(HANGS_S)
     world.tier.disown()
     assert world.tier.find(path_of("ab").block_ids) == 0
-    world.spill("cd")
+    world.write_through("cd")
     assert not world.tier.busy, "the disk is off"
     closing = threading.Thread(target=world.tier.close, daemon=True)
     closing.start()
@@ -253,7 +254,7 @@ def test_a_directory_that_hangs_is_out_of_use_until_it_answers(
     other = make_path(4, seed=1)
     for slot, block in enumerate(other):
         world.pool.slot(12 + slot)[:] = data_of(block)
-        assert io.write(100 + slot, block, 12 + slot, in_time())
+        io.write(100 + slot, block, 12 + slot, in_time())
     written: list[BlockDone] = []
     io.patience = Patience(HANGS_S, HANGS_S)
     until(lambda: len(written) == 4, lambda: written.extend(io.poll()))

@@ -31,7 +31,7 @@ def flags_of(buffer: object) -> set[str]:
 
 def test_no_core_dump_holds_the_state_of_conversations() -> None:
     memory = HostMemory(SPEC)
-    state = (memory.pool.buffer, memory.snapshots[0], Frames(LAYOUT.slot_bytes).buffer)
+    state = (memory.pool.buffer, memory.snapshots[0], Frames(4096, LAYOUT.slot_bytes).buffer)
     assert all("dd" in flags_of(buffer) for buffer in state)
     assert "dd" not in flags_of(bytearray(1 << 20)), "other memory is"
 

@@ -27,7 +27,7 @@ FAILURES = [Outcome.DAMAGED, Outcome.IO_ERROR, Outcome.TIMED_OUT, Outcome.NO_SPA
 
 
 class DiskMachine(TiersMachine):
-    """Blocks spill, the host tier forgets, waiting requests fetch them again."""
+    """Blocks are written through, the host tier forgets, waiting requests fetch them again."""
 
     plan = LayerPlan(0, 1, 1)
 

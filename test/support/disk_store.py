@@ -70,12 +70,13 @@ def empty_slot(size: int = LAYOUT.slot_bytes) -> np.ndarray:
 def open_store(
     *paths: Path, size: int | None = SMALL, backend: DirectBackend | None = None,
     layout: BlockLayout = LAYOUT, fingerprint: bytes = FINGERPRINT, part: bytes = WHOLE,
-    clock: Callable[[], float] = time.time, users: int = 1, **upkeep: object,
+    clock: Callable[[], float] = time.time, users: int = 1, key: bytes | None = None,
+    **upkeep: object,
 ) -> DiskStore:  # fmt: skip
     """Store without a background thread unless asked for. upkeep: fields of `Upkeep`."""
     return DiskStore.open(
         [DirectorySpec(str(path), size, users) for path in paths],
-        StoredModel.of(layout.chunks(), fingerprint, "tiny", part),
+        StoredModel.of(layout.chunks(), fingerprint, "tiny", part, key),
         Upkeep(**{"background": False, **upkeep}),  # type: ignore[arg-type]
         backend,
         clock,

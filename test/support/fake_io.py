@@ -38,6 +38,9 @@ class FakeIo:
     """
 
     name = "disk"
+    tier = SourceTier.DISK
+    has_record = rests = True
+    is_shared = hangs = False
 
     def __init__(
         self,
@@ -107,14 +110,14 @@ class FakeIo:
     def back(self) -> None:
         self.up = True
 
-    # -- OwnDisk ---------------------------------------------------------------------------------
+    # -- BlockIo and LocalBlockIo ----------------------------------------------------------------
 
     def contains(self, block_ids: Sequence[bytes]) -> int:
         here = itertools.takewhile(lambda name: self.up and name in self._blocks, block_ids)
         return sum(1 for _ in here)
 
     def sources(self, block_ids: Sequence[bytes]) -> list[SourceTier]:
-        return [SourceTier.REMOTE if name in self.far else SourceTier.DISK for name in block_ids]
+        return [SourceTier.REMOTE if name in self.far else self.tier for name in block_ids]
 
     def changes(self) -> Mapping[bytes, bool]:
         news, self._news = self._news, {}
@@ -126,15 +129,18 @@ class FakeIo:
     def wants(self, block_id: bytes) -> bool:
         return block_id not in self._blocks
 
-    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
+    def look_up(self, ticket: int, block_ids: Sequence[bytes], deadline: float) -> None:
+        raise AssertionError("it is not shared")
+
+    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> None:
         if not self.up:
-            return False
+            self._done.append(BlockDone(ticket, Outcome.DROPPED, self.tier.value))
+            return
         move = Move(ticket, block.block_id, slot, deadline, write=True)
         if self._writes_wait:
             self.moves.append(move)
         else:
             self._end(move, Outcome.OK)
-        return True
 
     def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
         self.begun.append(block_id)
@@ -163,7 +169,7 @@ class FakeIo:
         for block_id in gone:
             del self._blocks[block_id]
         self._news = {} if what is None else self._news | dict.fromkeys(gone, False)
-        self._done.append(BlockDone(ticket, Outcome.OK, "disk", None, len(gone)))
+        self._done.append(BlockDone(ticket, Outcome.OK, self.tier.value, None, len(gone)))
         return 1
 
     def levels(self) -> dict[str, int]:

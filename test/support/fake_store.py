@@ -1,15 +1,16 @@
-"""The one `StoreIo` of the tests: moves blocks as `FakeIo` does, and answers look-ups when told."""
+"""The one remote store of the tests: moves blocks as `FakeIo` does, and answers look-ups when
+told."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from sglang_hc.store.block import Block
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.store.remote import Found
+from sglang_hc.tree.forgetting import Forgetting
 from support.fake_io import FakeIo
 
 
@@ -17,14 +18,15 @@ class FakeStoreIo(FakeIo):
     """Operations wait for `step`, look-ups and clearings for `answer`, each the oldest first."""
 
     name = "FakeStore"
-    hangs = False
+    tier = SourceTier.REMOTE
+    has_record = rests = False
+    is_shared = True
 
     def __init__(self, pool: HostPool | None = None) -> None:
         super().__init__(pool, writes_wait=True)
         self.questions: deque[tuple[int, Sequence[bytes] | None]] = deque()
         """Tickets and identities; None to clear the store."""
         self._erasing: set[int] = set()
-        self._found: list[Found] = []
 
     def answer(self, outcome: Outcome = Outcome.OK) -> None:
         """End the oldest look-up or clearing with this outcome."""
@@ -36,22 +38,17 @@ class FakeStoreIo(FakeIo):
             for block_id in self.held() if block_ids is None else self.held() & {*block_ids}:
                 self.evict(block_id)
         leading = self.contains(block_ids) if block_ids and good else 0
-        self._found.append(Found(ticket, outcome, leading))
+        self._done.append(BlockDone(ticket, outcome, self.tier.value, None, leading))
 
-    # -- StoreIo ---------------------------------------------------------------------------------
+    # -- LocalBlockIo ----------------------------------------------------------------------------
+
+    def changes(self) -> Mapping[bytes, bool]:
+        return {}
 
     def look_up(self, ticket: int, block_ids: Sequence[bytes], deadline: float) -> None:
         self.questions.append((ticket, block_ids))
 
-    def erase(self, ticket: int, block_ids: Sequence[bytes] | None, deadline: float) -> None:
+    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> int:
         self._erasing.add(ticket)
-        self.questions.append((ticket, block_ids))
-
-    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
-        if not super().write(ticket, block, slot, deadline):
-            self._done.append(BlockDone(ticket, Outcome.DROPPED, "remote"))
-        return True
-
-    def found(self) -> list[Found]:
-        found, self._found = self._found, []
-        return found
+        self.questions.append((ticket, None if what is None else block_ids))
+        return 1

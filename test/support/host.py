@@ -17,7 +17,7 @@ from sglang_hc.queue.fetch_costs import RestoreCosts
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.queue_view import QueueRules, QueueView
 from sglang_hc.store.block_io import BlockIo
-from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.store.read_watch import OnRead
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier
@@ -80,7 +80,7 @@ class HostQueue(NamedTuple):
 
     window: LookAhead[str]
     host: HostTier
-    disk: DiskTier | None
+    disk: LowerTier | None
     queue: QueueView
 
 
@@ -101,7 +101,7 @@ def host_queue(
     told which blocks waiting requests need."""
     window: LookAhead[str] = LookAhead()
     host = host_tier(slots, make_policy(eviction, window))
-    disk = DiskTier(io, host, clock, on_read) if io is not None else None
+    disk = LowerTier(io, host, clock, on_read) if io is not None else None
     rules = QueueRules(prefetch, ready_first, can_meet)
     queue = queue_over(host, disk, window, rules, costs=costs, hint_disk=hint_disk)
     return HostQueue(window, host, disk, queue)
@@ -109,7 +109,7 @@ def host_queue(
 
 def queue_over(
     host: HostTier,
-    disk: DiskTier | None,
+    disk: LowerTier | None,
     window: LookAhead[str],
     rules: QueueRules = QueueRules(),  # noqa: B008  it is a tuple
     *,

@@ -1,10 +1,11 @@
-"""A program like a user's: an `sglang.Engine` that is handed every hostile value.
+"""A program like a user's: an `sglang.Engine` with the tiers, that is handed every hostile value.
 
     python -m support.hostile_engine MODEL
 
 By `Engine.generate`, by the request object where that has a field more, and by what the native gRPC
-server calls (`RuntimeHandle`). It prints one JSON object: what is wrong, a line for each value; how
-many were refused and served; what the tiers counted.
+server calls (`RuntimeHandle`). It prints one JSON object: what a prompt that left the device and
+prompts that were cut show; what is wrong, a line for each value; how many were refused and served;
+what the tiers counted.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from sglang.srt.entrypoints.grpc_bridge import RuntimeHandle
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from support.hostile import HOSTILE, Hostile
+from support.prompts import prompt
 
 PROMPT = list(range(5, 85))
 SAMPLING = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
@@ -71,6 +73,26 @@ def entrances(engine: sglang.Engine) -> dict[str, Entrance]:
     return {"Engine.generate": by_generate, "gRPC": by_grpc}
 
 
+def show_tiers(engine: sglang.Engine) -> dict[str, Any]:
+    """Both replies to a prompt that left the device in between, where the second one's state was,
+    and what is left out of a batch of two long prompts, which are the same list."""
+
+    def ask(ids: Any) -> Any:
+        return engine.generate(input_ids=ids, sampling_params={**SAMPLING, "max_new_tokens": 8})
+
+    first = ask(prompt(1, 200))
+    for seed in range(2, 6):
+        ask(prompt(seed, 320))
+    again, history = ask(prompt(1, 200)), prompt(6, 700)
+    cuts = [reply["meta_info"]["hc_overflow"]["dropped"] for reply in ask([history, history])]
+    return {
+        "replies": [first["output_ids"], again["output_ids"]],
+        "found": again["meta_info"]["cached_tokens_details"],
+        "cuts": cuts,
+        "history": len(history),
+    }
+
+
 def try_all(name: str, ask: Entrance, wanted: list[int], counted: Counter[str]) -> list[str]:
     """What is wrong."""
     wrong = []
@@ -103,10 +125,11 @@ def main() -> None:
     )  # fmt: skip
     counted: Counter[str] = Counter()
     wrong: list[str] = []
+    found = show_tiers(engine)
     for name, ask in entrances(engine).items():
         wrong += try_all(name, ask, ask(body_of(None))["output_ids"], counted)
     numbers = engine.get_server_info()["internal_states"][0]["hc"]
-    print("RESULT", json.dumps({"wrong": wrong, "counted": counted, "numbers": numbers}))
+    print("RESULT", json.dumps(found | {"wrong": wrong, "counted": counted, "numbers": numbers}))
     engine.shutdown()
 
 

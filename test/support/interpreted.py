@@ -126,17 +126,17 @@ def scratch_is_gone(runner: Any, layers: list[Any]) -> bool:
     import gc
     import weakref
 
-    from sglang_hc.restore.measure import measure
+    from sglang_hc.restore.probe import probe
     from sglang_hc.srt.model.scratch_layer import subject_of
     from sglang_hc.srt.ranks.start_group import StartGroup
 
     gc.collect()
     gc.disable()
     subject = subject_of(runner, layers, True, StartGroup(0, 1))
-    pool = subject.sink.pool
-    left = [weakref.ref(thing) for thing in (subject, subject.sink, pool, *pool.k_buffer)]
-    measure(subject, budget_s=0.2)
-    del subject, pool
+    rows = [part for parts in subject.sink._rows for part in parts]
+    left = [weakref.ref(thing) for thing in (subject, subject.sink, *rows)]
+    probe(subject, "here")
+    del subject, rows
     gone = [ref() is None for ref in left]
     gc.enable()
     return len(gone) >= 4 and all(gone)
@@ -189,23 +189,17 @@ def found_of(model: str) -> dict[str, Any]:
     layers[0].models_product = True
     found["ways_where_bits_matter"] = list(choice.projections(layers, context, kernels))
     layers[0].models_product = False
-    # The middle layer alone, in a pool of its own, as it is measured before the KV pool is there;
-    # and what the chosen way is run with afterwards, so that nothing is left to compile.
-    from sglang_hc.srt.model.scratch_layer import scratch_pool
-
-    middle = layers[len(layers) // 2]
-    ways = choice.projections([middle], context, kernels)
+    # What the chosen way is run with before it serves, so that nothing is left to compile.
+    ways = choice.projections(layers, context, kernels)
     ran: list[int] = []
 
     def counted(*args: Any) -> None:
         ran.append(len(args[-1]))
         choice.by_fused(kernels, *args)
 
-    timed.clear()
-    pool = scratch_pool(middle, 64, torch.float32)
     ways["fused"] = counted
-    found["scratch_chosen"] = choice.choose_projection(
-        pool, [middle], ways, torch.arange(64), context,
+    found["chosen_when_counted"] = choice.choose_projection(
+        runner.token_to_kv_pool, layers, ways, slots.to(torch.int64), context,
         lambda work: 0.0 if work.args[0] is counted else 1.0, (1, 7, 900),
     )  # fmt: skip
     found["warmed_rows"] = ran[:3]

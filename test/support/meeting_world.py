@@ -8,7 +8,7 @@ from itertools import takewhile
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.meeting import History, Split
 from sglang_hc.queue.meeting import Meeting, TailReads
-from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import BLOCK_BYTES, BlockPath, Prefix
 from sglang_hc.tree.promotions import Promotion
@@ -30,7 +30,7 @@ class World:
         self.host = host_tier(slots)
         self.io = FakeIo()
         self.now = 0.0
-        self.disk = DiskTier(
+        self.disk = LowerTier(
             self.io,
             self.host,
             lambda: self.now,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.correction import Resource
 from sglang_hc.store.outcome import Outcome
 from support import profiles
 from support.core import Core, Reply
@@ -106,10 +107,9 @@ def server(
     """A server that goes by its profile. store_seconds: what a token of a layer from a remote store
     is said to have taken."""
     core = kind("--hc-forms", form, *FLAGS, *flags, profile=profile)
-    costs = core.tree.tiers.restorer.planner.costs
     if store_seconds is not None:
-        costs.observe_remote(store_seconds)
-    costs.observe_remote = lambda _: None
+        costs = core.tree.tiers.restorer.planner.costs
+        costs.observe({Resource.REMOTE: 1.0}, store_seconds)
     core.believe_profile()
     return core
 

@@ -16,6 +16,18 @@ def on_disk(folder: object) -> tuple[str, ...]:
     return "--hc-disk", f"{folder}:1"
 
 
+def in_directory(folder: object) -> tuple[str, ...]:
+    """A directory that servers share."""
+    return "--hc-remote", "file", "--hc-remote-config", json.dumps({"dir": f"{folder}:1"})
+
+
 def in_store(folder: object) -> tuple[str, ...]:
-    """A remote store of files."""
-    return "--hc-remote", "file", "--hc-remote-config", json.dumps({"dir": str(folder)})
+    """A remote store of files: `support.stored_files`."""
+    return "--hc-remote", "dynamic", "--hc-remote-config", json.dumps(store_options(folder))
+
+
+def store_options(folder: object) -> dict[str, str]:
+    return {
+        "backend_name": "Files", "module_path": "support.stored_files", "class_name": "Files",
+        "dir": str(folder),
+    }  # fmt: skip

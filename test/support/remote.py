@@ -15,14 +15,17 @@ import numpy as np
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone, BlockIo
+from sglang_hc.store.disk.format import StoredModel
 from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.store.remote import Frames, RemoteBackend, RemoteBlocks, RemoteStore
+from sglang_hc.store.remote import Frames, RemoteBackend, RemoteStore
 from sglang_hc.tree.identity import block_id
 from support.waiting import HANGS_S, until
 
 LAYOUT = BlockLayout(LayerPlan(0, 1, 1), StateShape(2, 32, (16, 16), "uint8"))
 FINGERPRINT = LAYOUT.fingerprint("toy")
+MODEL = StoredModel.of(LAYOUT.chunks(), FINGERPRINT, "toy")
 SLOTS = 12
 FOREVER = 1e9
 
@@ -105,24 +108,26 @@ def make_blocks(
     store: FakeStore,
     pool: HostPool,
     clock: Callable[[], float] = time.monotonic,
-    fingerprint: bytes = FINGERPRINT,
+    model: StoredModel = MODEL,
     backend: type[FakeBackend] = FakeBackend,
-) -> RemoteBlocks:
-    frames = Frames(LAYOUT.slot_bytes)
-    return blocks_over(backend(store, frames), frames, pool, fingerprint, clock)
+) -> KnownBlocks:
+    frames = frames_of(model)
+    return blocks_over(backend(store, frames), frames, pool, model, clock)
+
+
+def frames_of(model: StoredModel = MODEL) -> Frames:
+    return Frames(model.header_bytes, model.block_bytes)
 
 
 def blocks_over(
     backend: RemoteBackend,
     frames: Frames,
     pool: HostPool,
-    fingerprint: bytes = FINGERPRINT,
+    model: StoredModel = MODEL,
     clock: Callable[[], float] = time.monotonic,
-) -> RemoteBlocks:
+) -> KnownBlocks:
     """Blocks in the store behind a back end, as one server without ranks has them."""
-    counts: Counter[str] = Counter()
-    io = RemoteStore(backend, frames, pool, fingerprint, counts, clock)
-    return RemoteBlocks(io, counts, clock)
+    return KnownBlocks(RemoteStore(backend, frames, pool, model, Counter(), clock), clock)
 
 
 def make_path(count: int, seed: int = 0) -> list[Block]:
@@ -153,7 +158,7 @@ def save(io: BlockIo, pool: HostPool, blocks: Sequence[Block], deadline: float =
     """Write blocks from the first slots; their outcomes."""
     for slot, block in enumerate(blocks):
         pool.slot(slot)[:] = data_of(block.block_id)
-        assert io.write(slot, block, slot, deadline)
+        io.write(slot, block, slot, deadline)
     return [done.outcome for done in wait(io, len(blocks))]
 
 
@@ -168,7 +173,7 @@ TARGET = SLOTS - 1
 """A slot that `save` does not use."""
 
 
-def load(io: RemoteBlocks, name: bytes) -> Outcome:
+def load(io: KnownBlocks, name: bytes) -> Outcome:
     """Read a block into TARGET."""
     ticket = next(TICKETS)
     io.read(ticket, name, TARGET, FOREVER)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from sglang_hc.ranks.agreement import Agreement
-from sglang_hc.ranks.board import VoteBoard
+from sglang_hc.ranks.board import CompletionBoard
 from support.waiting import HANGS_S
 
 R = TypeVar("R")
@@ -21,8 +21,8 @@ class Group(Generic[R]):
     def __init__(self, count: int, wait: Callable[[int], Callable[[], None]]) -> None:
         """wait: for each rank, what passes the time while it waits for the others' votes."""
         self.now = 0.0
-        first = VoteBoard.create(count)
-        boards = [first] + [VoteBoard.attach(first.name, r, count) for r in range(1, count)]
+        first = CompletionBoard.create(count)
+        boards = [first] + [CompletionBoard.attach(first.name, r, count) for r in range(1, count)]
         self.agreements = [
             Agreement(board, self.now, self.clock, wait(rank)) for rank, board in enumerate(boards)
         ]
@@ -35,11 +35,11 @@ class Group(Generic[R]):
         """What happens before the requests of a pass are handled: one broadcast."""
         for agreement in self.agreements:
             agreement.begin_pass()
-        verdicts = self.agreements[0].verdicts(patience, requests=requests)
-        if verdicts is not None:
+        decisions = self.agreements[0].decisions(patience, requests=requests)
+        if decisions is not None:
             self.told += 1
             for agreement in self.agreements:
-                agreement.apply(verdicts)
+                agreement.apply(decisions)
 
 
 def together(calls: Sequence[Callable[[], None]]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from sglang_hc.forms import LayerPlan
-from sglang_hc.policy.cost_correction import CorrectedCosts, Resource
+from sglang_hc.policy.correction import Resource
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit
 from sglang_hc.policy.restore_plan import Decision, RestorePlan
@@ -44,7 +44,8 @@ class SimulatedMachine:
         self, profile: CostModel, true: CostModel, plan: LayerPlan, noise: Noise,
         recompute: bool = True,
     ) -> None:  # fmt: skip
-        self.costs = CorrectedCosts(profile)
+        self.costs = replace(profile)
+        self._measured = profile
         self.counters: Counter[str] = Counter()
         self.now = 0.0
         self._plan = plan
@@ -76,7 +77,7 @@ class SimulatedMachine:
 
     def _see(self, resource: Resource, seconds: Callable[[CostModel], float]) -> None:
         observed = seconds(self.true) * self._noise()
-        self.costs.observe(resource, seconds(self.costs.measured), observed)
+        self.costs.observe({resource: seconds(self._measured)}, observed)
 
 
 def is_try(plan: RestorePlan) -> bool:

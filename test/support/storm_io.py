@@ -98,7 +98,7 @@ class _Late:
 
 
 class LateDisk:
-    """`OwnDisk` whose operations are done when the weather says."""
+    """`LocalBlockIo` whose operations are done when the weather says."""
 
     def __init__(self, inner: Any, weather: Weather) -> None:
         self._inner = inner
@@ -114,19 +114,18 @@ class LateDisk:
 
         self._late.add(self._weather.disk.delay, work)
 
-    def write(self, ticket: int, block: Any, slot: int, deadline: float) -> bool:
+    def write(self, ticket: int, block: Any, slot: int, deadline: float) -> None:
         if self._weather.disk.refuses:
-            return False
+            self._late.add(0, lambda: self._done(ticket, Outcome.DROPPED))
+            return
 
         def work() -> BlockDone:
             if self._weather.monotonic() >= deadline:
                 return self._done(ticket, Outcome.TIMED_OUT)
-            if not self._inner.write(ticket, block, slot, in_time()):
-                return self._done(ticket, Outcome.DROPPED)
+            self._inner.write(ticket, block, slot, in_time())
             return self._answer(ticket)
 
         self._late.add(self._weather.disk.delay, work)
-        return True
 
     def poll(self) -> list[BlockDone]:
         return self._late.take()
@@ -211,6 +210,6 @@ def use(weather: Weather) -> None:
 
     open_with(weather.faults, weather.wall)
     threads, executor = build.DiskThreads, build.ThreadExecutor
-    build.DiskThreads = lambda *args: LateDisk(threads(*args), weather)
+    build.DiskThreads = lambda *args, **given: LateDisk(threads(*args, **given), weather)
     build.ThreadExecutor = lambda *args: LateExecutor(executor(*args), weather)
     build.ranks_of = lambda group: StormRanks(weather)

@@ -72,7 +72,7 @@ class Subject(Protocol):
 
 
 class ServerSubject:
-    """HostTier, DiskTier and QueueView, called as the scheduler calls them."""
+    """HostTier, LowerTier and QueueView, called as the scheduler calls them."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class ServerSubject:
             # The pass after its admission.
             self.queue.on_schedule_step(self.order)
         for node in keep(self.host, tokens, now=self.now):
-            self.disk.spill(node)
+            self.disk.write_through(node)
         self.disk.poll()
         self.host.unpin(match.nodes)
         self.host.access(self.host.tree.match(Prefix(None, tokens)).nodes, self.now)

@@ -32,12 +32,13 @@ from sglang_hc.restore.path import Recomputer, RestorePath
 from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
-from sglang_hc.store.block_io import BlockIo, OwnDisk
-from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.store.block_io import BlockIo, LocalBlockIo
+from sglang_hc.store.chain import Chain
 from sglang_hc.store.executor import Completion, Operation, perform
 from sglang_hc.store.host_pool import Bytes, HostPool
+from sglang_hc.store.known_blocks import KnownBlocks
+from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.store.read_watch import not_observed
-from sglang_hc.store.remote import Chain, RemoteBlocks, StoreIo
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
 from support.decisions import CALLS, Note, note_calls
@@ -133,8 +134,9 @@ def build(
     plan: LayerPlan, slots: int, device_slots: int, rows: int = 64, buffers: int = 3,
     copy_stream: CopyStream | None = None, recomputer: Recomputer | None = None,
     ring: int = 0,
-    disk: Callable[[HostPool], OwnDisk] | None = None,
-    store: Callable[[HostPool], StoreIo] | None = None, clock: Callable[[], float] = time.monotonic,
+    disk: Callable[[HostPool], LocalBlockIo] | None = None,
+    store: Callable[[HostPool], LocalBlockIo] | None = None,
+    clock: Callable[[], float] = time.monotonic,
     ranks: Ranks = ALONE, notes: list[Note] | None = None,
     draft: DraftLayers = NO_DRAFT,
 ) -> tuple[Tiers, ToyPool, StepExecutor]:  # fmt: skip
@@ -167,14 +169,14 @@ def build(
     source = DeviceState(device, None, None, hidden, kv)
     below = None
     if disk is not None:
-        io: BlockIo = ranks.blocks(disk(pool), 0)
+        io: BlockIo = KnownBlocks(ranks.blocks(disk(pool)), clock)
         if store is not None:
-            io = Chain(io, RemoteBlocks(ranks.store(store(pool)), io.counts, clock))
+            io = Chain(io, KnownBlocks(ranks.blocks(store(pool)), clock))
         on_read = not_observed
         if notes is not None:
             on_read = lambda *read: notes.append(("read", list(read), None))  # noqa: E731
-        below = DiskTier(io, host, clock, on_read, ranks.pause)
-    on_ready = below.spill if below is not None else lambda node: None
+        below = LowerTier(io, host, clock, on_read, ranks.pause)
+    on_ready = below.write_through if below is not None else lambda node: None
     staging = StagingRing.sized_for(layout.shape, CPU, copy_stream)
     path = RestorePath(pool, device, staging, recomputer)
     counters: Counter[str] = Counter()

@@ -22,9 +22,8 @@ from sglang_hc.capture.capture import Segment
 from sglang_hc.forms import LayerPlan
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.path import Restoration
-from sglang_hc.store.block_io import OwnDisk
+from sglang_hc.store.block_io import LocalBlockIo
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.store.remote import StoreIo
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.decisions import Note
@@ -110,8 +109,8 @@ class TiersMachine(RuleBasedStateMachine):
     def make_copy_stream(self) -> object:
         return None
 
-    make_disk: Callable[[HostPool], OwnDisk] | None = None
-    make_store: Callable[[HostPool], StoreIo] | None = None
+    make_disk: Callable[[HostPool], LocalBlockIo] | None = None
+    make_store: Callable[[HostPool], LocalBlockIo] | None = None
 
     @rule(
         salt=st.sampled_from(SALTS),

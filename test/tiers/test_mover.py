@@ -19,8 +19,8 @@ from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.prefetch import PATIENCE
 from sglang_hc.queue.queue_view import QueueRules, QueueView
 from sglang_hc.queue.requests import QueuedPrompt
-from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tiers.mover import BlockMover
 from sglang_hc.tree.block_tree import BlockNode, Moved
@@ -72,7 +72,7 @@ class World:
         self.host = host_tier(slots)
         self.pool = HostPool(LAYOUT, slots)
         self.io = FakeIo(self.pool)
-        self.disk = DiskTier(self.io, self.host, lambda: 0.0) if disk else None
+        self.disk = LowerTier(self.io, self.host, lambda: 0.0) if disk else None
         self.executor = StepExecutor(self.pool, [])
         self.scatters = ScatterQueue(self.executor, self.host)
         self.counters: Counter[str] = Counter()
@@ -90,7 +90,7 @@ class World:
             self.pool.slot(node.slot)[:] = mark(node.block_id)
             self.places[node.block_id] = len(node.path()) - 1
             if self.disk is not None:
-                self.disk.spill(node)
+                self.disk.write_through(node)
         if self.disk is not None:
             self.disk.poll()
 

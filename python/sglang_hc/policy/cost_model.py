@@ -1,31 +1,30 @@
 """What moving and computing one layer costs on this machine, in seconds (HCache 4.1.2).
 
-A cost model is fitted to samples measured on the device; `tools.datasheet` derives one from data
-sheets. `profile_file` keeps it in a file.
+A short probe at the start measures it on the device (`restore.probe`); for `sglang-hc plan` and the
+simulator `tools.datasheet` derives one from data sheets. While the server runs it is corrected by
+what restorations, reads and prefills really take: one factor for each resource (`correction.py`).
+`profile_file` keeps both in a file.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, TypeVar
+from types import MappingProxyType
+from typing import Annotated
 
 from msgspec import Meta
 
 from sglang_hc.errors import ConfigError
-from sglang_hc.forms import Form, LayerPlan
-from sglang_hc.policy.fit import POOR_R2, Fit, FitError, NonNegative, fit_line, fit_prefill
+from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
+from sglang_hc.policy.correction import Correction, Resource
+from sglang_hc.policy.fit import Fit, NonNegative
 from sglang_hc.policy.makespan import LayerTimes
-
-S = TypeVar("S")
 
 LONG_HISTORY = 16384
 """Tokens of the paper's longest history. The fixed costs of a copy do not show in it."""
-
-NOISY = 1.5
-"""A machine whose repeats differ by more than this (see `Samples.noise`) had other work to do."""
 
 
 class SourceTier(enum.Enum):
@@ -48,34 +47,32 @@ class TierCopy:
     hidden: Fit | None = None
 
 
-@dataclass(frozen=True)
-class Samples:
-    """Measured (tokens, seconds) per copy and projection, (new, context, seconds) per prefill.
+_UNIT = TierCopy(Fit(0.0, 1.0), Fit(0.0, 1.0))
+"""A tier of which only a factor is known: seconds for a token of a layer, in either form."""
 
-    Each sample is one layer. Include the smallest size in use, one block, and the largest that is
-    usual. Leave the HIDDEN copies and `project` out for a model that has no HIDDEN form.
-    overlap, ahead: see `CostModel`. noise: 1 on a machine that did nothing else, and larger the
-    more the repeats of one measurement differ or wait for a processor; None when nobody looked.
-    """
+_READS = MappingProxyType({SourceTier.DISK: Resource.DISK, SourceTier.REMOTE: Resource.REMOTE})
 
-    copies: Mapping[tuple[SourceTier, Form], Sequence[tuple[int, float]]]
-    prefill: Sequence[tuple[int, int, float]]
-    project: Sequence[tuple[int, float]] = field(default_factory=tuple)
-    overlap: bool = True
-    ahead: float = math.inf
-    noise: float | None = None
+SHARE = 0.2
+"""An observation of several resources counts for those with at least this share of what was
+expected: their common ratio says nothing about a small part."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class CostModel:
     """Seconds for one layer of one model on one machine, per rank.
 
     fingerprint: what the model was measured on; a server refuses another machine's profile.
     origin: "measured" or "data sheet".
-    copies: per tier that can be read. project: None when the model has no HIDDEN form.
+    copies, prefill, project: as measured. copies: per tier that can be read. project: None when the
+    model has no HIDDEN form.
     overlap: whether copies run beside the compute; False on a CPU, where one thread does both.
-    ahead: seconds of copies from host memory that the staging frames hold.
-    noise: see `Samples`.
+    ahead: seconds of copies from host memory that the staging frames hold, as measured.
+    learned: by what each resource that was seen has to be multiplied. For a remote store that is
+    not in `copies` it is the seconds for a token of a layer.
+    plan: the layer plan that was chosen by these costs, so that the next start keeps it while it is
+    good: blocks under another plan are not found. None before it was chosen.
+
+    The methods give the costs to decide by, which are corrected. Belongs to the scheduler thread.
     """
 
     fingerprint: Annotated[str, Meta(min_length=1)]
@@ -85,20 +82,25 @@ class CostModel:
     project: Fit | None = None
     overlap: bool = True
     ahead: NonNegative = math.inf
-    noise: NonNegative | None = None
+    learned: dict[Resource, Annotated[float, Meta(gt=0)]] = field(default_factory=dict)
+    plan: LayerPlan | None = None
 
     def __post_init__(self) -> None:
+        self.learned = dict(self.learned)  # `replace` makes a model that learns on its own
+        self.changes = 0
+        """How often a factor has changed by much (`correction.STEP`)."""
+        self._corrections = {
+            resource: Correction(self.learned.get(resource, 1.0)) for resource in Resource
+        }
+        if SourceTier.REMOTE not in self.copies:
+            known = self.learned.get(Resource.REMOTE)
+            self._corrections[Resource.REMOTE] = Correction(known, bound=math.inf)
         for tier, copy in self.copies.items():
             if (copy.hidden is None) != (self.project is None):
                 raise ConfigError(
                     f"cost model of {self.fingerprint}: the copy of hidden states from "
                     f"{tier.value} and their projection must both be known, or neither"
                 )
-
-    @property
-    def is_noisy(self) -> bool:
-        """The machine was busy while it was measured."""
-        return self.noise is not None and self.noise > NOISY
 
     def copy_stored(self, tier: SourceTier, stored: LayerPlan, tokens: int) -> float:
         """Seconds for all stored layers of `tokens` tokens, see `TierCopy`.
@@ -116,19 +118,32 @@ class CostModel:
         """Seconds for `tokens` hidden states of a layer, see `TierCopy`; infinite without a HIDDEN
         form."""
         line = self._tier(tier).hidden
-        return math.inf if line is None else line.seconds(tokens)
+        if line is None or self.project is None:
+            return math.inf
+        return line.seconds(tokens) * self._factor(_READS.get(tier, Resource.HIDDEN_COPY))
 
     def copy_kv(self, tier: SourceTier, tokens: int) -> float:
         """Seconds for the K and V of `tokens` tokens of a layer, see `TierCopy`."""
-        return self._tier(tier).kv.seconds(tokens)
+        factor = self._factor(_READS.get(tier, Resource.KV_COPY))
+        return self._tier(tier).kv.seconds(tokens) * factor
 
     def project_kv(self, tokens: int) -> float:
         """Seconds from hidden states to K and V in the pool; infinite without a HIDDEN form."""
-        return math.inf if self.project is None else self.project.seconds(tokens)
+        if self.project is None:
+            return math.inf
+        return self.project.seconds(tokens) * self._factor(Resource.PROJECTION)
 
     def prefill_layer(self, new: int, context: int) -> float:
         """Seconds to run one layer over `new` tokens behind `context` tokens."""
-        return self.prefill.seconds(new, context)
+        other = self._factor(Resource.PREFILL)
+        attention = self.prefill.attention(new, context)
+        whole = self.prefill.seconds(new, context)
+        return whole * other + attention * (self._factor(Resource.ATTENTION) - other)
+
+    def knows(self, tier: SourceTier) -> bool:
+        """Whether there are costs of a tier: a remote store's are learned from its reads."""
+        is_learned = tier is SourceTier.REMOTE and Resource.REMOTE in self.learned
+        return is_learned or tier in self.copies
 
     def layer_times(
         self, tier: SourceTier, tokens: int, *, context: int = 0, new: int = 0, start: float = 0.0
@@ -151,69 +166,58 @@ class CostModel:
             new=self.prefill_layer(new, context + tokens),
             start=start,
             overlap=self.overlap,
-            ahead=self.ahead,
+            ahead=self.ahead * self._factor(Resource.KV_COPY),
         )
 
-    def complaints(self) -> tuple[str, ...]:
-        """One sentence for the log per poor fit, and one for a busy machine; empty when all is
-        good."""
-        found = []
-        if self.is_noisy:
-            found.append(
-                f"the machine was busy while it was measured (noise {self.noise:.2f}, quiet is at "
-                f"most {NOISY}): these costs are corrected while the server runs; measure again "
-                "on an idle machine"
-            )
-        fits: dict[str, Fit | None] = {}
-        for tier, copy in self.copies.items():
-            fits[f"the copy of hidden states from {tier.value}"] = copy.hidden
-            fits[f"the copy of KV from {tier.value}"] = copy.kv
-        fits["the projection of hidden states"] = self.project
-        fits["the prefill of a layer"] = self.prefill
-        found += [
-            f"the fit of {name} is poor (r2 {fit.r2:.3f}, good is at least {POOR_R2}): plans may "
-            "be off; measure again on an idle machine"
-            for name, fit in fits.items()
-            if fit is not None and fit.is_poor
-        ]
-        return tuple(found)
+    # -- what is learned while the server runs ---------------------------------------------------
 
-    @classmethod
-    def from_samples(cls, samples: Samples, fingerprint: str) -> CostModel:
-        """Fit of measured samples.
-
-        Raises FitError that says which measurement has too few or impossible ones.
+    def observe(self, parts: Mapping[Resource, float], seconds: float) -> None:
+        """Work that uses these resources alone took `seconds`. parts: what each of them takes of it
+        as measured at the start, without what was learned. Times that are not positive and finite
+        say nothing and are ignored.
         """
-        tiers = {tier for tier, _ in samples.copies}
-        copies = {}
-        for tier in sorted(tiers, key=lambda tier: tier.value):
-            hidden = samples.copies.get((tier, Form.HIDDEN))
-            name = f"copy from {tier.value}"
-            copies[tier] = TierCopy(
-                kv=_fit(f"{name}, kv", fit_line, samples.copies.get((tier, Form.KV), ())),
-                hidden=_fit(f"{name}, hidden", fit_line, hidden) if hidden else None,
-            )
-        return cls(
-            fingerprint=fingerprint,
-            origin="measured",
-            copies=copies,
-            prefill=_fit("prefill", fit_prefill, samples.prefill),
-            project=_fit("projection", fit_line, samples.project) if samples.project else None,
-            overlap=samples.overlap,
-            ahead=samples.ahead,
-            noise=samples.noise,
-        )
+        expected = sum(part * self._factor(resource) for resource, part in parts.items())
+        if not (0.0 < expected < math.inf and 0.0 < seconds < math.inf):
+            return
+        for resource, part in parts.items():
+            factor = self._factor(resource)
+            if part * factor >= SHARE * expected:
+                correction = self._corrections[resource]
+                steps = correction.steps
+                self.learned[resource] = correction.observe(factor * seconds / expected)
+                self.changes += correction.steps - steps
+
+    def observe_read(self, plan: LayerPlan, tier: SourceTier, blocks: int, seconds: float) -> None:
+        """So many blocks of `plan` came from an idle disk or remote store in `seconds`."""
+        if tier in self.copies or tier is SourceTier.REMOTE:
+            copy, tokens = self.copies.get(tier, _UNIT), blocks * BLOCK_TOKENS
+            expected = plan.kv * copy.kv.seconds(tokens)
+            if plan.hidden and copy.hidden is not None:
+                expected += plan.hidden * copy.hidden.seconds(tokens)
+            self.observe({_READS[tier]: expected}, seconds)
+
+    def levels(self) -> dict[str, float]:
+        """For /server_info and the metrics: the factor in force of each resource that was seen;
+        below 1 the profile says slower than it is."""
+        return {
+            f"cost_correction_{resource.value}": round(factor, 4)
+            for resource, factor in self.learned.items()
+            if resource is not Resource.REMOTE
+        }
+
+    def counts(self) -> dict[str, int]:
+        """Observations by resource, and how often a factor changed by much."""
+        found = {
+            f"cost_observations_{resource.value}": correction.observations
+            for resource, correction in self._corrections.items()
+        }
+        return {**found, "cost_corrections": self.changes}
+
+    def _factor(self, resource: Resource) -> float:
+        return self.learned.get(resource, 1.0)
 
     def _tier(self, tier: SourceTier) -> TierCopy:
-        try:
-            return self.copies[tier]
-        except KeyError:
+        if not self.knows(tier):
             known = ", ".join(known.value for known in self.copies)
-            raise KeyError(f"no costs for tier {tier.value}, only for {known}") from None
-
-
-def _fit(name: str, fit: Callable[[Sequence[S]], Fit], samples: Sequence[S]) -> Fit:
-    try:
-        return fit(samples)
-    except FitError as error:
-        raise FitError(f"{name}: {error}") from error
+            raise KeyError(f"no costs for tier {tier.value}, only for {known}")
+        return self.copies.get(tier, _UNIT)

@@ -15,7 +15,7 @@ All cost O(log n) amortised per call; `victims` O(log n) per block plus the bloc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
@@ -58,7 +58,6 @@ class NextUse(Protocol):
     def next_use(self, block_id: bytes) -> float | None:
         """Rank of the first request that needs it, smaller is sooner; None for nobody."""
 
-    def next_uses(self, blocks: Iterable[bytes]) -> dict[bytes, float | None]: ...
     def subscribe(self, listener: Callable[[Sequence[bytes]], None]) -> None:
         """Call `listener(block_ids)` after the `next_use` of these blocks has changed."""
 

@@ -10,7 +10,7 @@ a plan would believe it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
@@ -18,12 +18,6 @@ from msgspec import Meta
 
 NonNegative = Annotated[float, Meta(ge=0)]
 """Checked where a profile file is read."""
-
-R2 = Annotated[float, Meta(le=1)]
-
-POOR_R2 = 0.95
-"""A fit that explains less of the variance is poor. HybridServe reports 0.99 on an idle GPU; below
-0.95 the error of single samples reaches the differences between plans that the planner weighs."""
 
 
 class FitError(ValueError):
@@ -39,7 +33,6 @@ class Fit:
     average, to half of the new tokens. per_context: K and V of the context are read, however few
     the new tokens are. Without these two, for a copy or a projection, a line. floor: seconds that
     no call undercuts, however few its tokens: the time to read the weights, or the fastest sample.
-    r2: coefficient of determination of the fit, 1 where nothing was measured.
     """
 
     fixed: NonNegative
@@ -47,7 +40,6 @@ class Fit:
     per_pair: NonNegative = 0.0
     per_context: NonNegative = field(default=0.0, kw_only=True)
     floor: NonNegative = field(default=0.0, kw_only=True)
-    r2: R2 = field(default=1.0, kw_only=True)
 
     def seconds(self, new: float, context: float = 0.0) -> float:
         """Seconds for `new` >= 0 tokens behind `context` tokens."""
@@ -56,28 +48,29 @@ class Fit:
         each = self.per_token + self.per_pair * (context + 0.5 * new)
         return max(self.floor, self.fixed + new * each + self.per_context * context)
 
-    def scaled(self, factor: float) -> Fit:
-        """Everything takes `factor` times as long."""
-        if factor == 1.0:
-            return self
-        return replace(
-            self,
-            fixed=self.fixed * factor,
-            per_token=self.per_token * factor,
-            per_pair=self.per_pair * factor,
-            per_context=self.per_context * factor,
-            floor=self.floor * factor,
-        )
+    def attention(self, new: float, context: float) -> float:
+        """The part of `seconds` that grows with the context and with the square of `new`."""
+        if new <= 0:
+            return 0.0
+        return self.per_pair * new * (context + 0.5 * new) + self.per_context * context
 
-    @property
-    def is_poor(self) -> bool:
-        return self.r2 < POOR_R2
+    def batch(self, lengths: Iterable[tuple[int, int]]) -> tuple[float, float]:
+        """Seconds for several (new, context) in one pass: attention, and everything else."""
+        tokens, attention = 0, 0.0
+        for new, context in lengths:
+            tokens += new
+            attention += self.attention(new, context)
+        whole = max(self.floor, self.fixed + self.per_token * tokens + attention)
+        return attention, whole - attention
+
+    def of_bytes(self, share: float) -> Fit:
+        """A line for tokens with so many times as many bytes; what a call costs stays."""
+        return replace(self, per_token=self.per_token * share, floor=0.0)
 
 
 def fit_line(samples: Sequence[tuple[int, float]]) -> Fit:
-    """Line through samples of (tokens, seconds).
+    """Line through (tokens, seconds).
 
-    The floor is the fastest sample, so the smallest size in use (one block) should be among them.
     Raises FitError for fewer than two different sizes or for nonsense numbers.
     """
     return _fit([(tokens, 0, seconds) for tokens, seconds in samples], 2)
@@ -104,8 +97,7 @@ def _fit(samples: Sequence[tuple[int, int, float]], coefficients: int) -> Fit:
     ]
     fixed, per_token, *rest = _nonnegative_least_squares(rows, seconds)
     per_pair, per_context = (*rest, 0.0, 0.0)[:2]
-    fit = Fit(fixed, per_token, per_pair, per_context=per_context, floor=min(seconds))
-    return replace(fit, r2=_r2(seconds, [fit.seconds(new, context) for new, context, _ in samples]))
+    return Fit(fixed, per_token, per_pair, per_context=per_context, floor=min(seconds))
 
 
 def _check(samples: Sequence[tuple[int, int, float]], needed: int) -> None:
@@ -132,12 +124,3 @@ def _nonnegative_least_squares(
     widths = columns.max(axis=0)
     found, _ = nnls(columns / widths, np.ones(len(rows)))
     return [float(value) for value in found / widths]
-
-
-def _r2(measured: Sequence[float], fitted: Sequence[float]) -> float:
-    mean = math.fsum(measured) / len(measured)
-    spread = math.fsum((y - mean) ** 2 for y in measured)
-    missed = math.fsum((y - f) ** 2 for y, f in zip(measured, fitted, strict=True))
-    if spread == 0.0:
-        return 1.0 if missed <= 1e-18 * mean * mean * len(measured) else 0.0
-    return 1.0 - missed / spread

@@ -26,6 +26,10 @@ _TIE = 1e-3
 """Makespans closer than this are the same: no cost model is exact to a thousandth, and then the
 smaller state, and after it the plan with less to recompute, is worth more than the difference."""
 
+KEPT = 1.15
+"""A plan that was chosen before is kept while no usual history takes longer with it than this many
+times what it takes with the best one: what is stored under another plan is lost."""
+
 _ROUNDING = 1e-12
 
 
@@ -89,14 +93,20 @@ def auto_plan(
     """The plan whose worst case over usual histories and `tiers` loses least (see
     `best_layer_plan`).
 
-    At least one layer is stored: where recomputing everything is the fastest for usual histories,
-    what is stored still serves longer ones, and each restoration decides for itself.
+    The plan that an earlier start chose (`CostModel.plan`) is kept while it is good (KEPT). At
+    least one layer is stored: where recomputing everything is the fastest for usual histories, what
+    is stored still serves longer ones, and each restoration decides for itself.
     """
     cases = [(tier, history) for tier in tiers for history in HISTORIES]
     hidden = allow_hidden and cost.project is not None
     plan = plan_for(cost, shape, cases, allow_hidden=hidden, allow_recompute=allow_recompute)
     if plan.recompute == plan.num_layers:
         plan = plan_for(cost, shape, cases, allow_hidden=hidden, allow_recompute=False)
+    before = cost.plan
+    if before is not None and before.num_layers == plan.num_layers:
+        can = (hidden or not before.hidden) and (allow_recompute or not before.recompute)
+        if can and _is_kept(cost, before, plan, cases):
+            plan = before
     return AutoPlan(plan, "; ".join(_explain(cost, shape, plan, tier, hidden) for tier in tiers))
 
 
@@ -145,6 +155,15 @@ def served_seconds(
     if tier is SourceTier.HOST:
         return makespan(cost.layer_times(tier, tokens, new=new), plan)
     return best_split(cost, plan, from_below(tier, tokens, new)).seconds
+
+
+def _is_kept(
+    cost: CostModel, before: LayerPlan, best: LayerPlan, cases: Sequence[tuple[SourceTier, int]]
+) -> bool:
+    def seconds(plan: LayerPlan, case: tuple[SourceTier, int]) -> float:
+        return served_seconds(cost, plan, *case, NEW_TOKENS)
+
+    return all(seconds(before, case) <= KEPT * seconds(best, case) for case in cases)
 
 
 def _explain(

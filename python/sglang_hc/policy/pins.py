@@ -290,12 +290,6 @@ class RetentionPriority:
         use = self._window.next_use(block_id)
         return float("inf") if use is None and self._pins.is_pinned(block_id) else use
 
-    def next_uses(self, blocks: Iterable[bytes]) -> dict[bytes, float | None]:
-        """`next_use` of many blocks."""
-        if not len(self._pins):
-            return self._window.next_uses(blocks)
-        return {block_id: self.next_use(block_id) for block_id in blocks}
-
     def subscribe(self, listener: Callable[[Sequence[bytes]], None]) -> None:
         """Call `listener(block_ids)` after the `next_use` of these blocks has changed."""
         self._window.subscribe(listener)

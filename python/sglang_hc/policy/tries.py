@@ -45,7 +45,7 @@ class Tries:
         self._gap = min(2 * self._gap, LAST_GAP)
 
     def follow(self, changes: int) -> None:
-        """changes: how often the costs were changed so far (`CorrectedCosts.changes`)."""
+        """changes: how often the costs were changed so far (`CostModel.changes`)."""
         if changes != self._changes:
             self._changes = changes
             self._gap = 1

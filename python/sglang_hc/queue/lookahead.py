@@ -13,7 +13,7 @@ one place that compares it with the queue of the pass before.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Generic, TypeVar
@@ -107,11 +107,6 @@ class LookAhead(Generic[K]):
         """Rank of the first request of the window that needs this block; None if none does."""
         users = self._users.get(block_id)
         return users[0] if users else None
-
-    def next_uses(self, blocks: Iterable[bytes]) -> dict[bytes, float | None]:
-        """`next_use` of many blocks."""
-        users_of = self._users
-        return {block: users_of[block][0] if block in users_of else None for block in blocks}
 
     def subscribe(self, listener: Callable[[Sequence[bytes]], None]) -> None:
         """Call `listener(block_ids)` after the `next_use` of these blocks has changed."""

@@ -21,7 +21,7 @@ from sglang_hc.queue.meeting import Meetings
 from sglang_hc.queue.prefetch import Prefetcher
 from sglang_hc.queue.requests import QueuedPrompt, Serial
 from sglang_hc.queue.sources import Mover, Sources
-from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.tree.host_tier import HostTier
 
 
@@ -47,7 +47,7 @@ class QueueView:
     def __init__(
         self,
         host: HostTier,
-        disk: DiskTier | None,
+        disk: LowerTier | None,
         window: LookAhead[Serial],
         rules: QueueRules,
         costs: RestoreCosts,
@@ -186,5 +186,6 @@ class QueueView:
 
     def _send_eviction_hints(self) -> None:
         if self._changed and self._disk is not None and self._priority is not None:
-            self._disk.expect(self._priority.next_uses(self._changed))
+            next_use = self._priority.next_use
+            self._disk.expect({block_id: next_use(block_id) for block_id in self._changed})
             self._changed.clear()

@@ -17,7 +17,7 @@ from sglang_hc.policy.eviction import Block, IsProtected
 from sglang_hc.queue.fetch_costs import Missing, RestoreCosts
 from sglang_hc.queue.meeting import Meetings, TailReads
 from sglang_hc.queue.requests import QueuedPrompt, RequestTable, Serial
-from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.tree.cuts import EarlierPath
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import BlockPath
@@ -54,7 +54,7 @@ class Sources:
     def __init__(
         self,
         host: HostTier,
-        disk: DiskTier | None,
+        disk: LowerTier | None,
         mover: Mover | None,
         requests: RequestTable[Serial],
         meetings: Meetings[Serial] | None,

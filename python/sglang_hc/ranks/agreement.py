@@ -2,19 +2,19 @@
 
 Every rank has its own scheduler, tree, tiers and I/O, and none asks another before it decides. They
 stay equal because they decide from equal inputs. Requests come to all ranks in one order, by
-SGLang's own broadcast; what else a decision depends on rides in that stream as `Verdicts`, which
+SGLang's own broadcast; what else a decision depends on rides in that stream as `Decisions`, which
 rank 0 puts in front of a pass's requests:
 
-    the clock         of decisions stands at the last verdicts' time
-    ends of I/O       when every rank has voted (`ballot.py`)
-    presence          of blocks on disk (`block_io.py`) and in a remote store (`remote.py`)
+    the clock         of decisions stands at the last decisions' time
+    ends of I/O       when every rank has voted (`pending_ops.py`)
+    presence          of blocks in directories and in a remote store (`block_io.py`)
     ends on a device  are counted in passes, and waited for where that is too early
 
 A pass in which nothing ended and nobody looks at the clock sends nothing. `ALONE` is a group of
 one: everything is as its own rank sees it.
 
 The stages of a pipeline handle a pass one after the other, so `apply` comes to a later stage later,
-at the same place of its decisions. Nobody may wait for the votes of all ranks (`settle`) while a
+at the same place of its decisions. Nobody may wait for the votes of all ranks (`drain`) while a
 batch is between two stages: the later one votes when it has the batch behind it.
 """
 
@@ -26,14 +26,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from sglang_hc.ranks.ballot import Ballot, Verdict, a_moment
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.ranks.block_io import AgreedBlocks
-from sglang_hc.ranks.board import Kind, VoteBoard
+from sglang_hc.ranks.board import CompletionBoard, Kind
 from sglang_hc.ranks.executor import AgreedExecutor
-from sglang_hc.ranks.remote import AgreedStore
-from sglang_hc.store.block_io import BlockIo, OwnDisk
+from sglang_hc.ranks.pending_ops import Decision, PendingOps, a_moment
+from sglang_hc.store.block_io import LocalBlockIo
 from sglang_hc.store.executor import Executor
-from sglang_hc.store.remote import StoreIo
 
 TOGETHER_S = 0.05
 """What has ended may wait so long for a pass that sends something anyway."""
@@ -43,6 +42,12 @@ ENDED_SCATTERS = 2
 
 REPORT_S = 0.5
 """What a rank counted is shown to the others so often."""
+
+_KINDS = {
+    SourceTier.DISK: (Kind.BLOCK, Kind.BLOCK_LOOKUP),
+    SourceTier.REMOTE: (Kind.REMOTE, Kind.LOOKUP),
+}
+"""Reads and writes of a tier's blocks, and what is asked of it."""
 
 MARK_PASSES = 2
 """Passes after which a point on the device is taken to be reached."""
@@ -56,13 +61,14 @@ class Event(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdicts:
+class Decisions:
     """What rank 0 tells all ranks at the beginning of a pass. now: seconds on rank 0's
-    `time.monotonic`. ended: operations that are over. news: see `OwnDisk.changes`."""
+    `time.monotonic`. ended: operations that are over. news: of each store, see
+    `LocalBlockIo.changes`."""
 
     now: float
-    ended: dict[Kind, list[Verdict]] = field(default_factory=dict)
-    news: dict[bytes, bool] = field(default_factory=dict)
+    ended: dict[Kind, list[Decision]] = field(default_factory=dict)
+    news: dict[Kind, dict[bytes, bool]] = field(default_factory=dict)
 
 
 class Ranks:
@@ -77,13 +83,9 @@ class Ranks:
         """`inner` for scatters and copies; called once."""
         return inner
 
-    def blocks(self, inner: OwnDisk, capacity: int) -> BlockIo:
-        """`inner` for blocks below the host tier. capacity: blocks that fit on every rank. Called
-        once."""
-        return inner
-
-    def store(self, inner: StoreIo) -> StoreIo:
-        """`inner` for blocks in a remote store; called once."""
+    def blocks(self, inner: LocalBlockIo, capacity: int = 0) -> LocalBlockIo:
+        """`inner` for blocks below the host tier. capacity: blocks that fit on every rank; 0 where
+        that is not known. Called once for each tier."""
         return inner
 
     def pause(self) -> None:
@@ -144,7 +146,7 @@ class Agreement(Ranks):
 
     def __init__(
         self,
-        board: VoteBoard,
+        board: CompletionBoard,
         now: float,
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[], None] = a_moment,
@@ -156,32 +158,29 @@ class Agreement(Ranks):
         self.rank = board.rank
         self._board = board
         self._own_clock = clock
-        self._ballots = {kind: Ballot(board, kind, wait) for kind in Kind}
+        self._pending = {kind: PendingOps(board, kind, wait) for kind in Kind}
         self._executor: AgreedExecutor | None = None
-        self._blocks: AgreedBlocks | None = None
-        self._store: AgreedStore | None = None
+        self._blocks: dict[Kind, AgreedBlocks] = {}
         self._told = now
         self._shown = -math.inf
 
     # -- Ranks -----------------------------------------------------------------------------------
 
     def executor(self, inner: Executor) -> Executor:
-        self._executor = AgreedExecutor(inner, self._ballots[Kind.SCATTER])
+        self._executor = AgreedExecutor(inner, self._pending[Kind.SCATTER])
         return self._executor
 
-    def blocks(self, inner: OwnDisk, capacity: int) -> BlockIo:
-        self._blocks = AgreedBlocks(inner, self._ballots[Kind.BLOCK], capacity, self.clock)
-        return self._blocks
-
-    def store(self, inner: StoreIo) -> StoreIo:
-        transfers, lookups = self._ballots[Kind.REMOTE], self._ballots[Kind.LOOKUP]
-        self._store = AgreedStore(inner, transfers, lookups, self.clock, clears=self.rank == 0)
-        return self._store
+    def blocks(self, inner: LocalBlockIo, capacity: int = 0) -> LocalBlockIo:
+        kind, questions = _KINDS[inner.tier]
+        all_pending = self._pending[kind], self._pending[questions]
+        is_first = self.rank == 0
+        blocks = AgreedBlocks(inner, *all_pending, capacity, self.clock, is_first=is_first)
+        self._blocks[kind] = blocks
+        return blocks
 
     def pause(self) -> None:
-        for part in (self._blocks, self._store):
-            if part is not None:
-                part.settle()
+        for blocks in self._blocks.values():
+            blocks.drain()
 
     def mark(self, event: Event) -> Event:
         return PassMark(event, self.clock)
@@ -189,8 +188,8 @@ class Agreement(Ranks):
     def counts(self) -> dict[str, int]:
         return {
             f"rank{rank}_{kind.name.lower()}_{outcome.value}": count
-            for kind, ballot in self._ballots.items()
-            for (rank, outcome), count in ballot.failures.items()
+            for kind, pending in self._pending.items()
+            for (rank, outcome), count in pending.failures.items()
         }
 
     def reports(self, own: dict[str, int]) -> list[dict[str, int]]:
@@ -199,49 +198,51 @@ class Agreement(Ranks):
         return found
 
     def leave(self) -> None:
-        for ballot in self._ballots.values():
-            ballot.leave()
+        for pending in self._pending.values():
+            pending.leave()
 
     # -- a pass ----------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
         """Every rank, before it takes in requests: vote."""
         self.clock.passes += 1
-        for part in (self._executor, self._blocks, self._store):
-            if part is not None:
-                part.vote()
+        if self._executor is not None:
+            self._executor.vote()
+        for blocks in self._blocks.values():
+            blocks.vote()
 
-    def show(self, counts: Callable[[], Mapping[str, int]]) -> None:
+    def publish_counts(self, counts: Callable[[], Mapping[str, int]]) -> None:
         """Every rank, once a pass: `counts` are shown to the others every REPORT_S."""
         now = self._own_clock()
         if now >= self._shown + REPORT_S:
             self._shown = now
             self._board.report(counts())
 
-    def verdicts(self, patience: float, *, requests: bool) -> Verdicts | None:
+    def decisions(self, patience: float, *, requests: bool) -> Decisions | None:
         """For rank 0: what to tell all ranks before the requests of this pass; None for nothing.
 
         patience: seconds for which the clock of decisions may stand still. requests: there are
         some, so that telling costs no message.
         """
-        settled = ((kind, ballot.settled()) for kind, ballot in self._ballots.items())
-        ended = {kind: list(verdicts) for kind, verdicts in settled if verdicts}
-        news = self._blocks is not None and self._blocks.watch()
+        voted_by_all = ((kind, pending.voted_by_all()) for kind, pending in self._pending.items())
+        ended = {kind: list(decisions) for kind, decisions in voted_by_all if decisions}
+        news = any([blocks.collect_changes() for blocks in self._blocks.values()])
         now = self._own_clock()
-        if Kind.LOOKUP in ended or len(ended.get(Kind.SCATTER, ())) >= ENDED_SCATTERS:
+        asked = not ended.keys().isdisjoint(questions for _, questions in _KINDS.values())
+        if asked or len(ended.get(Kind.SCATTER, ())) >= ENDED_SCATTERS:
             patience = 0.0
         elif ended or news:
             patience = min(patience, TOGETHER_S)
         if not (requests or now >= self._told + patience):
             return None
         self._told = now
-        told = self._blocks.take_news() if self._blocks is not None else {}
-        return Verdicts(now, ended, told)
+        told = {kind: blocks.take_news() for kind, blocks in self._blocks.items()}
+        return Decisions(now, ended, told)
 
-    def apply(self, verdicts: Verdicts) -> None:
+    def apply(self, decisions: Decisions) -> None:
         """Every rank, in the same pass: these are the inputs of its decisions."""
-        self.clock.now = verdicts.now
-        for kind, ended in verdicts.ended.items():
-            self._ballots[kind].decide(ended)
-        if self._blocks is not None:
-            self._blocks.hear(verdicts.news)
+        self.clock.now = decisions.now
+        for kind, ended in decisions.ended.items():
+            self._pending[kind].decide(ended)
+        for kind, blocks in self._blocks.items():
+            blocks.apply_presence(decisions.news[kind])

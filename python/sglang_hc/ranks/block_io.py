@@ -1,24 +1,22 @@
-"""Blocks below the host tier on several ranks: each has its part of a block on its own disk.
+"""A store on several ranks: each has its part of a block there, under a name of its own.
 
-A block is there when all ranks have their part. Which blocks those are is known alike on every
-rank: from the verdicts on writes and reads, and from what rank 0 tells of its own disk. A part that
-a rank does not have after all makes the read fail for all of them; the block is then forgotten and
-computed again.
+All ranks are told the same, in the same pass, so they know the same blocks to be there. Of
+directories that is what writes, reads and look-ups ended with, and what rank 0 tells of its own;
+of a remote store only what look-ups found. A part that a rank does not have after all makes the
+read fail for all of them; the block is then forgotten and computed again.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.ranks.ballot import Ballot
-from sglang_hc.ranks.transfers import AgreedTransfers
-from sglang_hc.store import block_io
+from sglang_hc.ranks.pending_ops import PendingOps
 from sglang_hc.store.block import Block
-from sglang_hc.store.block_io import BlockDone, OwnDisk
-from sglang_hc.store.circuit_breaker import CircuitBreaker
+from sglang_hc.store.block_io import BlockDone, LocalBlockIo
 from sglang_hc.store.outcome import GOOD, Outcome
 from sglang_hc.tree.forgetting import Forgetting
 
@@ -26,46 +24,69 @@ NEWS = 2048
 """Most identities that are told at once."""
 
 _GONE = (Outcome.MISSING, Outcome.DAMAGED)
-_UNWELL = (Outcome.STUCK, Outcome.IO_ERROR, Outcome.TIMED_OUT)
 
 
 class AgreedBlocks:
-    """A `BlockIo` that answers what the verdicts say, whenever it is asked.
+    """A `LocalBlockIo` that answers what the decisions say, whenever it is asked.
 
-    Presence is what all ranks know alike, so the same questions have the same answers. Once several
-    operations in a row have failed, on whichever rank, the disk is left alone by all for a while.
+    A read is taken to have been done when the slowest rank's part was: so much later than it was
+    asked for, on the clock of decisions, as that rank's part took.
     """
 
+    rests = False
+
     def __init__(
-        self, inner: OwnDisk, ballot: Ballot, capacity: int, clock: Callable[[], float]
+        self,
+        inner: LocalBlockIo,
+        transfers: PendingOps,
+        questions: PendingOps,
+        capacity: int,
+        clock: Callable[[], float],
+        *,
+        is_first: bool,
     ) -> None:
-        """capacity: blocks that fit on every rank. clock: the one that the deadlines are on."""
+        """transfers, questions: of reads and writes, which somebody may wait for, and of the rest.
+        capacity: blocks that fit on every rank. clock: the one of decisions, which deadlines are
+        on. is_first: this rank empties what all ranks have in one remote store."""
+        self.counts: Counter[str] = inner.counts
+        self.tier, self.name, self.has_record = inner.tier, inner.name, inner.has_record
         self.capacity = capacity
+        self.is_shared = inner.tier is SourceTier.REMOTE
+        """Of disks rank 0 tells what others stored, and nobody waits for it."""
         self._inner = inner
-        self._transfers = AgreedTransfers(inner, SourceTier.DISK, ballot, clock)
+        self._transfers, self._questions = transfers, questions
+        self._clock = clock
+        self._is_first = is_first
         self._known: dict[bytes, None] = {}
         self._news: dict[bytes, bool] = {}
-        self._breaker = CircuitBreaker(clock)
+        self._reads: dict[int, tuple[bytes, float]] = {}
+        """Identities, and when they were asked for on the clock of decisions."""
+        self._begun: dict[int, float] = {}
+        """When their parts began here."""
         self._writes: dict[int, bytes] = {}
-        self._reads: dict[int, bytes] = {}
+        self._asked: dict[int, Sequence[bytes]] = {}
+        """What is looked up or erased, by ticket; nothing where it is erased."""
         self._done: list[BlockDone] = []
 
     @property
-    def counts(self) -> Counter[str]:
-        return self._inner.counts
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
+    def hangs(self) -> bool:
+        return self._inner.hangs
 
     # -- what the ranks tell each other ----------------------------------------------------------
 
     def vote(self) -> None:
         """Say what this rank has done since the last call."""
-        self._transfers.vote()
+        for done in self._inner.poll():
+            if done.ticket in self._asked:
+                self._questions.vote(done.ticket, done.outcome, done.blocks)
+                continue
+            began, took = self._begun.pop(done.ticket, None), 0
+            if began is not None and done.at is not None:
+                took = max(1, round((done.at - began) * 1e6))
+            self._transfers.vote(done.ticket, done.outcome, took)
 
-    def watch(self) -> bool:
-        """For rank 0: look for news of its disk. Returns whether there are any."""
+    def collect_changes(self) -> bool:
+        """For rank 0: look for news of its own. Returns whether there are any."""
         self._news.update(self._inner.changes())
         return bool(self._news)
 
@@ -76,8 +97,8 @@ class AgreedBlocks:
             del self._news[block_id]
         return told
 
-    def hear(self, news: Mapping[bytes, bool]) -> None:
-        """What rank 0 tells all ranks of its disk, after the verdicts of the pass."""
+    def apply_presence(self, news: Mapping[bytes, bool]) -> None:
+        """What rank 0 tells all ranks of its own, after the decisions of the pass."""
         self._take_decided()
         for block_id, here in news.items():
             if here:
@@ -85,36 +106,53 @@ class AgreedBlocks:
             else:
                 self._known.pop(block_id, None)
 
-    def settle(self) -> None:
-        """See `AgreedTransfers.settle`."""
-        self._transfers.settle()
+    def drain(self) -> None:
+        """Wait until every read and write under way is decided; all ranks come here at the same
+        place of their decisions."""
+        self._transfers.drain(self.vote)
 
-    # -- BlockIo ---------------------------------------------------------------------------------
+    # -- LocalBlockIo ----------------------------------------------------------------------------
 
     def contains(self, block_ids: Sequence[bytes]) -> int:
-        if not self._breaker.allows():
-            return 0
         return sum(1 for _ in itertools.takewhile(self._known.__contains__, block_ids))
 
-    def sources(self, block_ids: Sequence[bytes]) -> list[SourceTier]:
-        return self._inner.sources(block_ids)
+    def changes(self) -> Mapping[bytes, bool]:
+        return {}
 
-    def ask(self, block_ids: Sequence[bytes]) -> bool:
-        return False
-
-    def wants(self, block_id: bytes) -> bool:
-        return block_id not in self._known
-
-    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
-        if not self._breaker.allows() or len(self._writes) >= block_io.WRITE_QUEUE:
-            return False
-        self._writes[ticket] = block.block_id
-        self._transfers.write(ticket, block, slot, deadline)
-        return True
+    def look_up(self, ticket: int, block_ids: Sequence[bytes], deadline: float) -> None:
+        due, self._asked[ticket] = self._locally(deadline), block_ids
+        start = lambda: self._inner.look_up(ticket, block_ids, due)  # noqa: E731
+        self._questions.begin(ticket, start, min)
 
     def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
-        self._reads[ticket] = block_id
-        self._transfers.read(ticket, block_id, slot, deadline)
+        due = self._locally(deadline)
+
+        def start() -> None:
+            self._begun[ticket] = time.monotonic()
+            self._inner.read(ticket, block_id, slot, due)
+
+        self._reads[ticket] = block_id, self._clock()
+        self._transfers.begin(ticket, start)
+
+    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> None:
+        due, self._writes[ticket] = self._locally(deadline), block.block_id
+        self._transfers.begin(ticket, lambda: self._inner.write(ticket, block, slot, due))
+
+    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> int:
+        """Answered with the most blocks that one rank had a part of."""
+
+        def start() -> None:
+            if what is None and not self.has_record and not self._is_first:
+                self._questions.vote(ticket, Outcome.OK)  # it is emptied of everybody's blocks
+            else:
+                self._inner.erase(ticket, what, block_ids)
+
+        if what is None:
+            self._known.clear()
+            self._news.clear()
+        self._asked[ticket] = ()
+        self._questions.begin(ticket, start)
+        return 1
 
     def poll(self) -> list[BlockDone]:
         self.vote()
@@ -128,14 +166,6 @@ class AgreedBlocks:
     def expect(self, uses: Mapping[bytes, float | None]) -> None:
         self._inner.expect(uses)
 
-    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> int:
-        """Answered with the most blocks that one rank had a part of."""
-        if what is None:
-            self._known.clear()
-            self._news.clear()
-        self._transfers.erase(self._inner, ticket, what, block_ids)
-        return 1
-
     def levels(self) -> dict[str, int]:
         return self._inner.levels()
 
@@ -144,19 +174,27 @@ class AgreedBlocks:
 
     # -- inner parts -----------------------------------------------------------------------------
 
+    def _locally(self, deadline: float) -> float:
+        """The clock of decisions stands still while nothing happens; this rank's store has its
+        own."""
+        return deadline - self._clock() + time.monotonic()
+
     def _take_decided(self) -> None:
-        for done in self._transfers.take_done():
-            written = self._writes.pop(done.ticket, None)
-            block_id = self._reads.pop(done.ticket, None) if written is None else written
-            if block_id is None:  # something was erased
-                self._done.append(done)
-                continue
-            if done.outcome in _UNWELL:
-                self._breaker.failed()
-            elif done.outcome is not Outcome.DROPPED:
-                self._breaker.succeeded()
-            if written is not None and done.outcome in GOOD:
-                self._known[block_id] = None
-            elif done.outcome in _GONE:
-                self._known.pop(block_id, None)
-            self._done.append(done)
+        for ticket, outcome, count in self._questions.take_decided():
+            self._note(self._asked.pop(ticket)[:count], outcome)
+            self._done.append(BlockDone(ticket, outcome, self.tier.value, None, count))
+        for ticket, outcome, took in self._transfers.take_decided():
+            at = None
+            if ticket in self._writes:
+                self._note([self._writes.pop(ticket)], outcome)
+            else:
+                block_id, asked = self._reads.pop(ticket)
+                at = asked + took * 1e-6 if took else None
+                if outcome in _GONE:
+                    self._known.pop(block_id, None)
+            self._done.append(BlockDone(ticket, outcome, self.tier.value, at))
+
+    def _note(self, block_ids: Iterable[bytes], outcome: Outcome) -> None:
+        """These are there, for all ranks."""
+        if outcome in GOOD and self.has_record:
+            self._known.update(dict.fromkeys(block_ids))

@@ -43,8 +43,9 @@ class Kind(enum.IntEnum):
 
     SCATTER = 0
     BLOCK = 1
-    REMOTE = 2
-    LOOKUP = 3
+    BLOCK_LOOKUP = 2
+    REMOTE = 3
+    LOOKUP = 4
 
 
 class Vote(NamedTuple):
@@ -58,12 +59,12 @@ class Vote(NamedTuple):
     value: int = 0
 
 
-class VoteBoard:
+class CompletionBoard:
     """One word of 64 bits for each rank, kind and operation: the outcome, the lap in which the
     operation uses its place, and the value. 0: no vote yet. A word is written by one store.
 
     A place is used again after PLACES operations. Whoever votes there has seen the last one decided
-    (`Ballot`), so a vote of the lap before counts as none and nothing is ever wiped.
+    (`PendingOps`), so a vote of the lap before counts as none and nothing is ever wiped.
     """
 
     def __init__(self, descriptor: int, rank: int, ranks: int) -> None:
@@ -78,7 +79,7 @@ class VoteBoard:
         ]
 
     @classmethod
-    def create(cls, ranks: int) -> VoteBoard:
+    def create(cls, ranks: int) -> CompletionBoard:
         """The board of rank 0, which the others attach to. Raises OSError."""
         descriptor = os.memfd_create("sglang-hc-ranks", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, cls.size(ranks))
@@ -86,7 +87,7 @@ class VoteBoard:
         return cls(descriptor, 0, ranks)
 
     @classmethod
-    def attach(cls, name: str, rank: int, ranks: int) -> VoteBoard:
+    def attach(cls, name: str, rank: int, ranks: int) -> CompletionBoard:
         """The board of another rank, by rank 0's `name`, while rank 0 runs. Raises OSError, also
         when the name stands for something else here: then rank 0 is on another node."""
         path, _, token = name.partition(" ")

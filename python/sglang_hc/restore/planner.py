@@ -1,6 +1,6 @@
 """What to do with one request's stored state, decided at admission and counted.
 
-`policy.restore_plan` decides, by costs that correct themselves (`policy.cost_correction`). This
+`policy.restore_plan` decides, by costs that correct themselves (`policy.correction`). This
 module knows the present state that the decision needs: for how long the copies of earlier
 restorations keep the link busy. Now and then it tries what the costs always refuse
 (`policy.tries`). Belongs to the scheduler thread, takes microseconds, and never waits.
@@ -16,7 +16,6 @@ from dataclasses import replace
 
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy import copy_order
-from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.meeting import History, Split, best_split
 from sglang_hc.policy.restore_plan import Decision, Reason, RestorePlan, plan_restore
@@ -43,7 +42,7 @@ class RestorePlanner:
 
     def __init__(
         self,
-        costs: CorrectedCosts | None,
+        costs: CostModel | None,
         plan: LayerPlan,
         can_recompute: bool,
         counters: Counter[str],
@@ -121,7 +120,7 @@ class RestorePlanner:
 
     def kv_per_hidden(self, tokens: int) -> float:
         """KV layers between two HIDDEN layers in the order of copies; see `policy.copy_order`."""
-        return 0.0 if self.costs is None else copy_order.kv_per_hidden(self.costs.model, tokens)
+        return 0.0 if self.costs is None else copy_order.kv_per_hidden(self.costs, tokens)
 
     def block_read_seconds(self, tier: SourceTier) -> float:
         """Seconds to read one block of many into host memory; 0 when that is not known."""
@@ -145,7 +144,7 @@ class RestorePlanner:
         """Where a history that comes from below should meet the part of it that is computed; None
         when the costs of that are not known or not weighed."""
         cost = self._weighed
-        if cost is None or any(span.tier not in cost.copies for span in history.coming):
+        if cost is None or not all(cost.knows(span.tier) for span in history.coming):
             return None
         return best_split(
             cost,
@@ -160,7 +159,7 @@ class RestorePlanner:
         """Seconds to compute `new` tokens behind `context` tokens; 0 when that is not known."""
         if self.costs is None:
             return 0.0
-        return self.plan.num_layers * self.costs.model.prefill_layer(new, context)
+        return self.plan.num_layers * self.costs.prefill_layer(new, context)
 
     def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
         """Seconds by which a request starts sooner with `fetched` more tokens in host memory,
@@ -195,7 +194,7 @@ class RestorePlanner:
     @property
     def _weighed(self) -> CostModel | None:
         """The costs that decide; None when everything is restored."""
-        return None if self.costs is None or self._always else self.costs.model
+        return None if self._always else self.costs
 
     @property
     def _changes(self) -> int:
@@ -236,9 +235,9 @@ class RestorePlanner:
 
     def _copy_token(self, tier: SourceTier) -> float:
         """See `CostModel.copy_token`; 0 when it is not known."""
-        if self.costs is None or tier not in self.costs.model.copies:
+        if self.costs is None or not self.costs.knows(tier):
             return 0.0
-        return self.costs.model.copy_token(tier, self.plan)
+        return self.costs.copy_token(tier, self.plan)
 
     def _count(self, decision: Decision, reason: Reason) -> None:
         self._counters[f"restore_decision_{decision.value}"] += 1

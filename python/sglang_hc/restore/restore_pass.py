@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ import torch
 from sglang_hc.device.copy_stream import Event
 from sglang_hc.forms import Form
 from sglang_hc.policy.copy_order import merged
+from sglang_hc.restore.cost_observer import CostObserver, PassObserver
 from sglang_hc.restore.path import Restoration, RestorePath
 from sglang_hc.restore.staging import (
     LayerSource,
@@ -46,14 +47,6 @@ class _Load(NamedTuple):
     piece: Piece
 
 
-def rows_of(loads: Iterable[_Load]) -> Counter[int]:
-    """How many rows of each layer these are."""
-    rows: Counter[int] = Counter()
-    for load in loads:
-        rows[load.layer] += load.piece.rows
-    return rows
-
-
 class _Staged(NamedTuple):
     """A piece of one layer whose copies are enqueued; `done` gives its frame back."""
 
@@ -72,10 +65,15 @@ class RestorePass:
     """
 
     def __init__(
-        self, path: RestorePath, restorations: Sequence[Restoration], kv_per_hidden: float = 0.0
+        self,
+        path: RestorePath,
+        restorations: Sequence[Restoration],
+        kv_per_hidden: float = 0.0,
+        observer: PassObserver | None = None,
     ) -> None:
         """kv_per_hidden: KV layers that are copied between two HIDDEN layers (see
-        `policy.copy_order`)."""
+        `policy.copy_order`). observer: sees what the copies and projections take."""
+        self._observer = observer or PassObserver()
         self.restorations = tuple(restorations)
         self._layout = path.pool.layout
         self._sink = path.sink
@@ -133,10 +131,13 @@ class RestorePass:
         for layer in list(self._beside):
             self.wait(layer)
         self._staging.release(self.finish)
+        self._observer.finished()
 
     def _in_order(self, loads: Sequence[_Load], kv_per_hidden: float) -> Iterator[_Load]:
         """The loads in the order of their copies. Within a form it is the order of the layers."""
-        rows = rows_of(loads)
+        rows: Counter[int] = Counter()
+        for load in loads:
+            rows[load.layer] += load.piece.rows
         shares: dict[Form, list[tuple[float, _Load]]] = {Form.HIDDEN: [], Form.KV: []}
         for load in loads:
             part = load.piece.rows / rows[load.layer]
@@ -178,6 +179,8 @@ class RestorePass:
 
     def _run_ahead(self) -> None:
         """Enqueue copies into every free frame."""
+        begin = self._observer.copies_begin()
+        rows: Counter[int] = Counter()
         while self._todo and self._staging.has_free:
             layer, piece = self._todo.popleft()
             frame = self._staging.take()
@@ -188,6 +191,8 @@ class RestorePass:
             self._staged.append(
                 _Staged(layer, piece.first, parts, self._copy_stream.record(), done)
             )
+            rows[layer] += piece.rows
+        self._observer.copies_end(begin, rows)
 
     def _advance(self) -> None:
         """Write the oldest staged piece to the pool, in the stream in which restorations run."""
@@ -208,11 +213,15 @@ class RestorePass:
         layer, first, parts, event, done = self._staged.popleft()
         self._copy_stream.before_compute(event)
         rows = slice(first, first + parts[0].shape[0])
-        slots = self._slots[rows]
-        if self._layout.form(layer) is Form.HIDDEN:
+        slots, form = self._slots[rows], self._layout.form(layer)
+        if form is Form.KV:
+            parts = list(self._moved(layer, parts, rows))
+        begin = self._observer.write_begin(form, beside=self._side_stream is not None)
+        if form is Form.HIDDEN:
             self._sink.write_hidden(layer, parts[0], self._positions[rows], slots)
         else:
-            self._sink.write_kv(layer, self._moved(layer, parts, rows), slots)
+            self._sink.write_kv(layer, parts, slots)
+        self._observer.write_end(begin, form, slots.numel())
         self._open[layer] -= 1
         done()
         self._run_ahead()
@@ -244,7 +253,9 @@ class LayerGate:
     index whose pass is over must cost nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, observer: CostObserver | None = None) -> None:
+        """observer: sees how long a prefill's layers take; every attention passes the gate."""
+        self._observer = observer
         self._passes: dict[int, RestorePass] = {}
         self._current: RestorePass | None = None
         self._produced = 0
@@ -272,8 +283,11 @@ class LayerGate:
 
     def wait_until(self, layer: int) -> None:
         """Called with the layer's index within this rank's pool."""
-        if self._current is not None:
-            self._current.wait(layer)
+        current = self._current
+        if current is not None:
+            current.wait(layer)
+        if self._observer is not None:
+            self._observer.layer_reached(layer, restores=current is not None)
 
     def finish(self) -> tuple[Restoration, ...]:
         """The forward pass is over: complete its restorations, and forget the restore pass."""

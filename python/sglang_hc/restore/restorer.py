@@ -20,10 +20,10 @@ from typing import NamedTuple
 from sglang_hc.device.copy_stream import Event
 from sglang_hc.policy.restore_plan import RestorePlan
 from sglang_hc.ranks.agreement import ALONE, Ranks
-from sglang_hc.restore.cost_watch import CostWatch, WatchedGate, WatchedPass
+from sglang_hc.restore.cost_observer import CostObserver
 from sglang_hc.restore.path import Restoration, RestorePath
 from sglang_hc.restore.planner import RestorePlanner
-from sglang_hc.restore.restore_pass import RestorePass
+from sglang_hc.restore.restore_pass import LayerGate, RestorePass
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.host_tier import HostTier
 
@@ -44,18 +44,18 @@ class Restorer:
         host: HostTier,
         path: RestorePath,
         planner: RestorePlanner,
-        watch: CostWatch | None,
+        observer: CostObserver | None,
         counters: Counter[str],
         ranks: Ranks = ALONE,
     ) -> None:
-        """watch: sees what restorations and prefills take; None where there are no costs to
+        """observer: sees what restorations and prefills take; None where there are no costs to
         correct."""
         self._ranks = ranks
         self.path = path
         self.planner = planner
-        self.watch = watch
+        self.observer = observer
         self.counters = counters
-        self.gate = WatchedGate(path.pool.layout.plan.num_layers, watch)
+        self.gate = LayerGate(observer)
         self._host = host
         self._queued: list[_Queued] = []
         self._running: dict[int, list[_Queued]] = {}
@@ -144,15 +144,21 @@ class Restorer:
             self._finish_pass()
             self.poll()
 
+    def prefill_begins(self, lengths: Sequence[tuple[int, int]]) -> None:
+        """See `CostObserver.prefill_begins`."""
+        if self.observer is not None:
+            self.observer.prefill_begins(lengths)
+
     def pass_ended(self) -> bool:
         """A forward pass was submitted: complete its restorations. Returns whether it had any."""
-        self.gate.pass_ended()
+        if self.observer is not None:
+            self.observer.pass_ended()
         return self._finish_pass()
 
     def poll(self) -> None:
         """Unpin the blocks of restorations that are over. Never waits."""
-        if self.watch is not None:
-            self.watch.poll()
+        if self.observer is not None:
+            self.observer.poll()
         while self._releasing and self._releasing[0][0].done():
             _, nodes = self._releasing.popleft()
             self._host.unpin(nodes)
@@ -177,6 +183,5 @@ class Restorer:
 
     def _pass(self, restorations: Sequence[Restoration]) -> RestorePass:
         rate = self.planner.kv_per_hidden(sum(r.stop - r.start for r in restorations))
-        if self.watch is None:
-            return RestorePass(self.path, restorations, rate)
-        return WatchedPass(self.watch, self.path, restorations, rate)
+        observer = self.observer.of_pass() if self.observer is not None else None
+        return RestorePass(self.path, restorations, rate, observer)

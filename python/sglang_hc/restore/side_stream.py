@@ -10,8 +10,8 @@ import torch
 from sglang_hc.device.autotune import Seconds, choose
 from sglang_hc.device.copy_stream import CopyStream, SideStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
-from sglang_hc.restore.measure import block_in, scratch_pool
 from sglang_hc.restore.path import Restoration, RestorePath, RestoreSink
+from sglang_hc.restore.probe import block_in, scratch_pool
 from sglang_hc.restore.restore_pass import SIDE_LAYERS, RestorePass
 from sglang_hc.restore.staging import StagingRing
 

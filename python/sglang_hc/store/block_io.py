@@ -1,7 +1,9 @@
 """Where blocks go below the host tier: submit reads and writes of whole slots, poll what is done.
 
-One narrow interface, so that a disk, a remote store and a chain of both look the same to whoever
-owns the slots. An operation that fails is answered, never raised.
+`BlockIo` is what whoever owns the slots sees: a store of which is known what it has
+(`known_blocks.py`), or a chain of two. `LocalBlockIo` is a store as one process has it: directories
+(`disk/threads.py`), a remote store (`remote/store.py`), and what several ranks make of either
+(`ranks/block_io.py`). An operation that fails is answered, never raised.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.forgetting import Forgetting
 
 WRITE_QUEUE = 256
-"""Blocks that may wait to be written, shared by the directories; a write beyond it is refused."""
+"""Blocks that may wait to be written to directories; a write beyond it is dropped."""
 
 
 class SlotWrite(NamedTuple):
@@ -41,7 +43,7 @@ class BlockDone(NamedTuple):
     """Answer to one operation, under the ticket that its caller gave it.
 
     tier: which tier served, took or erased, `disk` or `remote`. at: when it was done, on
-    `time.monotonic`; None where that is not known. blocks: how many were erased.
+    `time.monotonic`; None where that is not known. blocks: how many were erased, or are there.
     """
 
     ticket: int
@@ -61,9 +63,8 @@ def count_write(counts: Counter[str], done: BlockDone) -> None:
         counts[f"{done.tier}_write_{done.outcome.value}"] += 1
 
 
-class BlockIo(Protocol):
-    """Holds blocks below the host tier. All methods belong to one thread and none waits, except
-    `close`.
+class _Moves(Protocol):
+    """What both interfaces have. All methods belong to one thread and none waits, except `close`.
 
     The caller names each operation with a ticket, a number that no other operation under way has;
     the answer carries the same ticket, whatever stands between the caller and the store.
@@ -89,22 +90,11 @@ class BlockIo(Protocol):
         """How many of the first identities are here without a gap, as far as known now. In
         microseconds. A yes is no promise."""
 
-    def sources(self, block_ids: Sequence[bytes]) -> list[SourceTier]:
-        """From which tier each of these would be read now."""
-
-    def ask(self, block_ids: Sequence[bytes]) -> bool:
-        """Find out about the identities after those that `contains` counts. True while an answer
-        is on its way, soon enough for a request to wait for it."""
-
-    def wants(self, block_id: bytes) -> bool:
-        """Whether a write of this block would add anything, as far as known now."""
-
-    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
-        """Store a block from its slot. False when it is refused because the queue is full; then
-        there is no answer."""
-
     def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
         """Fetch a block into a slot and verify it."""
+
+    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> None:
+        """Store a block from its slot. Answered DROPPED where too many wait."""
 
     def poll(self) -> list[BlockDone]:
         """Answers since the last call, in the order in which they came."""
@@ -131,9 +121,44 @@ class BlockIo(Protocol):
         """Finish what was submitted and give everything back."""
 
 
-class OwnDisk(BlockIo, Protocol):
-    """What a rank has below its host tier, if it is nobody else's."""
+class BlockIo(_Moves, Protocol):
+    """Holds blocks below the host tier."""
+
+    def sources(self, block_ids: Sequence[bytes]) -> list[SourceTier]:
+        """From which tier each of these would be read now."""
+
+    def ask(self, block_ids: Sequence[bytes]) -> bool:
+        """Find out about the identities after those that `contains` counts. True while an answer
+        is on its way, soon enough for a request to wait for it."""
+
+    def wants(self, block_id: bytes) -> bool:
+        """Whether a write of this block would add anything, as far as known now."""
+
+
+class LocalBlockIo(_Moves, Protocol):
+    """A store as one process has it. `contains` counts what it has a record of.
+
+    tier: what it is to the server. has_record: its record names all that is there, but for what
+    others have just stored; else it has none. rests: it leaves alone what keeps failing.
+    """
+
+    tier: SourceTier
+    has_record: bool
+    rests: bool
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others may have stored what is not known here, so that asking has a point."""
+
+    @property
+    def hangs(self) -> bool:
+        """A call of this process has not come back in time, and nothing is asked of the store until
+        it does. For people; decisions go by the answers."""
+
+    def look_up(self, ticket: int, block_ids: Sequence[bytes], deadline: float) -> None:
+        """Ask how many of the first identities are there without a gap: `blocks` of the answer."""
 
     def changes(self) -> Mapping[bytes, bool]:
-        """Identities that came or left by themselves since the last call, and whether they are
-        there now. The first call names all that are there; nothing is noted before it."""
+        """Identities that came into the record or left it by themselves since the last call, and
+        whether they are there now. The first call names all that are there; nothing is noted before
+        it."""

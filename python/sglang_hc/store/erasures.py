@@ -54,7 +54,7 @@ class Erasures:
         now: float,
         ended: Ended,
     ) -> None:
-        """See `DiskTier.erase`. writes: tickets that must have ended before."""
+        """See `LowerTier.erase`. writes: tickets that must have ended before."""
         erasure = _Erasure(what, block_ids, ended, writes, now + ERASE_S)
         self._asked[ticket] = erasure
         if not writes:

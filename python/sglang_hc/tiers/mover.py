@@ -23,8 +23,8 @@ from sglang_hc.capture.snapshots import ScatterQueue
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import IsProtected
-from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.executor import CopySlot
+from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.tree.block_tree import BlockNode, Moved
 from sglang_hc.tree.cuts import EarlierPath
 from sglang_hc.tree.host_tier import HostTier
@@ -52,7 +52,7 @@ class BlockMover:
     def __init__(
         self,
         host: HostTier,
-        disk: DiskTier | None,
+        disk: LowerTier | None,
         scatters: ScatterQueue,
         counters: Counter[str],
         clock: Callable[[], float] = time.monotonic,

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from sglang_hc.policy.pins import PinLimitError, Pinned, RetentionPriority, SessionPins
-from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.cuts import base_namespace
 from sglang_hc.tree.host_tier import HostTier
@@ -26,7 +26,7 @@ class Retention:
     def __init__(
         self,
         host: HostTier,
-        disk: DiskTier | None,
+        disk: LowerTier | None,
         pins: SessionPins,
         priority: RetentionPriority,
         clock: Callable[[], float] = time.monotonic,
@@ -43,19 +43,15 @@ class Retention:
         """Whether something ends when time passes."""
         return len(self.pins) > 0 or self._host.has_ttl
 
-    def keeps(self, block_id: bytes) -> bool:
-        """Whether a tier below the device has this block, as far as known."""
-        if self._host.has(block_id):
-            return True
-        return self._disk is not None and self._disk.holds(block_id)
-
     def pin(self, prefix: Prefix, session: str, seconds: float) -> int:
         """Hold what the tiers have of a prefix, in place of what the session held before.
         State behind a cut counts in its client's own namespace.
 
         Returns the number of blocks; for 0 nothing changes. Raises PinLimitError.
         """
-        blocks = [b for b in self._host.tree.identities(prefix) if self.keeps(b)]
+        host, disk = self._host, self._disk
+        wanted = host.tree.identities(prefix)
+        blocks = [b for b in wanted if host.has(b) or (disk is not None and disk.holds(b))]
         if blocks:
             owner = base_namespace(prefix.namespace)
             self.pins.pin(owner, session, blocks, seconds, self._clock())

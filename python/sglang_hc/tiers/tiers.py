@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from sglang_hc.capture.capture import Capture, Segment
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.forms import BlockLayout
+from sglang_hc.profile_file import CachedProfile
 from sglang_hc.queue.meeting import Meetings
 from sglang_hc.queue.queue_view import QueueView
 from sglang_hc.queue.requests import Serial
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.restorer import Restorer
-from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.trace import Recorder
 from sglang_hc.tree.block_tree import BlockNode
@@ -39,10 +40,11 @@ class Tiers:
     """The parts of one model's tiers. disk: what is below the host tier; None for nothing.
     exactness: what was measured at start of what comes back. ranks: who decides
     with them. own_errors: counts of what was wrong with a request, or with us, and cost reuse.
-    recorder: of the load; None for none."""
+    recorder: of the load; None for none.
+    profile: keeps what is learned of the costs; None where another rank or a user does."""
 
     host: HostTier
-    disk: DiskTier | None
+    disk: LowerTier | None
     capture: Capture
     restorer: Restorer
     queue: QueueView
@@ -51,6 +53,7 @@ class Tiers:
     ranks: Ranks = ALONE
     own_errors: Counter[str] = field(default_factory=Counter)
     recorder: Recorder | None = None
+    profile: CachedProfile | None = None
 
     @property
     def layout(self) -> BlockLayout:
@@ -79,11 +82,6 @@ class Tiers:
         if pin is not None:
             self.retention.pin_if_possible(prefix, *pin)
 
-    def before_pass(self, prefilled: Sequence[tuple[int, int]]) -> None:
-        """A pass is about to run that only prefills; its time tells what prefill costs. prefilled:
-        (new tokens, tokens before them) of each request."""
-        self.restorer.gate.prefill_begins(prefilled)
-
     def after_pass(self, segments: Sequence[Segment]) -> None:
         """A forward pass was submitted: end its restorations, stage its rows."""
         if self.restorer.pass_ended():
@@ -97,6 +95,8 @@ class Tiers:
             self.disk.poll()
         self.retention.upkeep()
         self.restorer.poll()
+        if self.profile is not None:
+            self.profile.poll()
 
     def drain(self) -> None:
         """Wait until everything saved so far can be served; for tests and orderly stops."""
@@ -117,7 +117,7 @@ class Tiers:
 
     def forget(self, what: Forgetting) -> list[bytes]:
         """Forget namespaces in host memory, what comes to it and their pins included. Returns the
-        blocks that were there. See `DiskTier.erase` for what is below."""
+        blocks that were there. See `LowerTier.erase` for what is below."""
         if self.queue.promotions is not None:
             self.queue.promotions.forget(what.names)
         self.retention.pins.unpin_all(what.names)
@@ -149,6 +149,8 @@ class Tiers:
         self.restorer.path.copy_stream.close()
         if self.recorder is not None:
             self.recorder.close()
+        if self.profile is not None:
+            self.profile.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError if an invariant does not hold. O(slots)."""

@@ -8,38 +8,45 @@ import json
 import os
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from sglang_hc.config import REMOTES, ConfigError, HcConfig
 from sglang_hc.srt.arguments.storage_backends import (
+    PACKAGES,
     FramePool,
     PageBackend,
     ValueBackend,
     check_remote,
     open_remote,
+    remote_key,
     remote_store,
 )
+from sglang_hc.store.disk.format import StoredModel, seal_block
+from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.store.remote import Frames, RemoteBackend, RemoteBlocks
-from sglang_hc.store.remote.envelope import HEADER_BYTES, seal
+from sglang_hc.store.remote import Frames, RemoteBackend
+from support.prompts import store_options as options_for
 from support.remote import (
     FINGERPRINT,
     FOREVER,
     LAYOUT,
+    MODEL,
     blocks_over,
     data_of,
     find,
+    frames_of,
     load,
     make_path,
     make_pool,
+    names_of,
     save,
     wait,
 )
@@ -113,7 +120,7 @@ def open_dynamic(name: str, frames: Frames) -> RemoteBackend:
 
 @pytest.mark.parametrize(("name", "adapter"), [("Pages", PageBackend), ("Values", ValueBackend)])
 def test_a_class_of_the_users_through_either_interface(name: str, adapter: type) -> None:
-    frames = Frames(LAYOUT.slot_bytes)
+    frames = frames_of()
     backend = open_dynamic(name, frames)
     assert type(backend) is adapter and backend.name == name
     check_round_trip(backend, frames)
@@ -138,41 +145,34 @@ def check_round_trip(backend: RemoteBackend, frames: Frames) -> None:
     fresh.close()
 
 
-def test_sglangs_file_store(tmp_path: Path) -> None:
-    frames = Frames(LAYOUT.slot_bytes)
-    backend = open_remote("file", {"dir": str(tmp_path)}, frames)
-    assert backend.name == "HiCacheFile"
-    check_round_trip(backend, frames)
-    files = list((tmp_path / "sglang-hc").iterdir())
-    assert len(files) == 5
-    assert all(file.name.startswith(f"hc1-{FINGERPRINT.hex()}-") for file in files)
-
-
 @pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="nixl is not installed")
 def test_sglangs_nixl_store_on_a_file_system(tmp_path: Path) -> None:
-    frames = Frames(LAYOUT.slot_bytes)
+    frames = frames_of()
     options = {"dir": str(tmp_path), "plugin": {"posix": {"active": True}}}
     backend = open_remote("nixl", options, frames)
     assert backend.name == "HiCacheNixl"
     check_round_trip(backend, frames)
-    files = [path for path in (tmp_path / "sglang-hc").rglob("hc1-*") if path.is_file()]
+    files = [path for path in (tmp_path / "sglang-hc").rglob("hc3-*") if path.is_file()]
     assert len(files) == 5
 
 
-def test_a_file_that_lost_its_end_is_a_miss(tmp_path: Path) -> None:
-    frames, pool = Frames(LAYOUT.slot_bytes), make_pool()
-    io = blocks_over(open_remote("file", {"dir": str(tmp_path)}, frames), frames, pool)
-    path = make_path(1)
-    save(io, pool, path)
-    (file,) = (tmp_path / "sglang-hc").iterdir()
-    file.write_bytes(file.read_bytes()[:-1])
-    io.read(1, path[0].block_id, 5, FOREVER)
-    assert wait(io, 1)[0].outcome is not Outcome.OK
+def test_sglangs_file_store_as_a_class_of_the_users(tmp_path: Path) -> None:
+    """A value of another length than was stored is a miss, too."""
+    frames, pool = frames_of(), make_pool()
+    backend = open_remote("dynamic", options_for(str(tmp_path)), frames)
+    check_round_trip(backend, frames)
+    files = list(tmp_path.iterdir())
+    assert len(files) == 5
+    assert all(file.name.startswith(f"hc3-{FINGERPRINT.hex()}") for file in files)
+    io = blocks_over(backend, frames, pool)
+    files[0].write_bytes(files[0].read_bytes()[:-1])
+    outcomes = [load(io, name) for name in names_of(make_path(5))]
+    assert sum(outcome is Outcome.OK for outcome in outcomes) == 4
     io.close()
 
 
 def test_frames_answer_like_a_host_pool() -> None:
-    frames = Frames(LAYOUT.slot_bytes)
+    frames = frames_of()
     pool = FramePool(frames)
     page = pool.get_dummy_flat_data_page()
     page.fill_(3)
@@ -184,7 +184,8 @@ def test_frames_answer_like_a_host_pool() -> None:
 
 
 def test_the_kinds_are_sglangs() -> None:
-    """What SGLang registers is offered, except what docs/remote.md says cannot hold blocks."""
+    """What SGLang registers is offered, except what docs/remote.md says cannot hold blocks, and
+    `file` is a directory of our own."""
     assert set(REMOTES) == set(StorageBackendFactory._registry) - {"aibrix", "shm"} | {"dynamic"}
 
 
@@ -203,75 +204,95 @@ def test_a_package_that_does_not_load_says_why(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(sys.modules[__name__], "Values", Broken)
     with pytest.raises(ConfigError, match=r"does not load: libibverbs.so.1: cannot open"):
-        open_dynamic("Values", Frames(4096))
+        open_dynamic("Values", frames_of())
 
 
 def test_options_that_do_not_fit_are_reported() -> None:
     with pytest.raises(ConfigError, match=r"--hc-remote dynamic does not start: .*module_path.*"):
-        open_remote("dynamic", {"backend_name": "x"}, Frames(4096))
+        open_remote("dynamic", {"backend_name": "x"}, frames_of())
 
 
-def test_file_needs_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.name, raising=False)
-    with pytest.raises(ConfigError, match=r"""--hc-remote-config '\{"dir": "/mnt/shared"\}'"""):
-        open_remote("file", {}, Frames(4096))
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="needs a directory"):
-        check_remote(HcConfig(remote="file"))
-    with pytest.raises(ConfigError, match=r"cannot be made .*; give a directory"):
-        open_remote("file", {"dir": str(tmp_path / "file")}, Frames(4096))
-    check_remote(HcConfig(remote="file", remote_config=json.dumps({"dir": str(tmp_path)})))
+@pytest.mark.parametrize("options", ["{}", '{"dir": 3}', '{"dir": ""}', '{"dir": "/a:0"}'])
+def test_file_needs_a_directory(options: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--hc-remote file"):
+        check_remote(HcConfig(remote="file", remote_config=options))
+
+
+def test_file_takes_no_options_of_sglangs() -> None:
+    """Who limited its size otherwise would have no limit."""
+    check_remote(HcConfig(remote="file", remote_config='{"dir": "/mnt/shared:200"}'))
+    options = '{"dir": "/mnt/shared", "max_size": "200G"}'
+    with pytest.raises(ConfigError, match=r"takes nothing else: .*DIR\[:SIZE_GB\]"):
+        check_remote(HcConfig(remote="file", remote_config=options))
+
+
+def in_nixl(folder: Path) -> HcConfig:
+    return HcConfig(remote="nixl", remote_config=json.dumps({"dir": str(folder)}))
+
+
+@pytest.fixture
+def nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the package were here."""
+    monkeypatch.setitem(PACKAGES, "nixl", ("json", "nixl"))
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o770, 0o702])
-def test_a_folder_that_everybody_can_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_folder_that_everybody_can_write_to_is_refused(
+    nixl: None, tmp_path: Path, mode: int
+) -> None:
     folder = tmp_path / "sglang-hc"
     folder.mkdir()
     folder.chmod(mode)
-    found = HcConfig(remote="file", remote_config=json.dumps({"dir": str(tmp_path)}))
     if mode & 2:
-        with pytest.raises(ConfigError, match=r"--hc-remote file: .* not safe .*everybody.*chmod"):
-            check_remote(found)
+        with pytest.raises(ConfigError, match=r"--hc-remote nixl .* not safe .*everybody"):
+            check_remote(in_nixl(tmp_path))
     else:
-        check_remote(found)
+        check_remote(in_nixl(tmp_path))
+
+
+def test_a_folder_that_cannot_be_made_is_named(nixl: None, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot be used .*; give a directory"):
+        check_remote(in_nixl(tmp_path / "file"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_another_user_is_refused(nixl: None, tmp_path: Path) -> None:
     folder = tmp_path / "sglang-hc"
     folder.mkdir(mode=0o700)
     os.chown(folder, 12345, 12345)
-    with pytest.raises(ConfigError, match=r"user 12345 owns it.*give it to this user or to root"):
-        open_remote("file", {"dir": str(tmp_path)}, Frames(4096))
+    with pytest.raises(ConfigError, match=r"user 12345 owns it.*name another directory"):
+        check_remote(in_nixl(tmp_path))
 
 
-def test_only_servers_with_the_same_key_read_each_others_files(tmp_path: Path) -> None:
-    """By a name that follows from the key; a file that is put there without it is forged."""
+def test_only_servers_with_the_same_key_read_each_others_blocks(tmp_path: Path) -> None:
+    """By a name that follows from the key; what is put there without it is forged."""
     pool, path = make_pool(), make_path(2)
-    names = [block.block_id for block in path]
-    servers = {}
+    names = names_of(path)
+    servers, models = {}, {}
     for who, secret in (("one", b"a" * 16), ("two", b"a" * 16), ("other", b"b" * 16), ("no", None)):
         key = None
         if secret is not None:
             (tmp_path / who).write_bytes(secret)
             (tmp_path / who).chmod(0o600)
             key = str(tmp_path / who)
-        options = json.dumps({"dir": str(tmp_path)})
-        config = HcConfig(remote="file", remote_config=options, remote_key=key)
-        counts: Counter[str] = Counter()
-        servers[who] = RemoteBlocks(remote_store(config, pool, FINGERPRINT, counts), counts)
+        options = json.dumps(options_for(str(tmp_path / "files")))
+        config = HcConfig(remote="dynamic", remote_config=options, remote_key=key)
+        models[who] = StoredModel.of(LAYOUT.chunks(), FINGERPRINT, "", key=remote_key(config))
+        servers[who] = KnownBlocks(remote_store(config, pool, models[who], Counter()))
     assert save(servers["one"], pool, path) == [Outcome.OK] * 2
     found = {who: find(io, names) for who, io in servers.items()}
     assert found == {"one": 2, "two": 2, "other": 0, "no": 0}
-    files = list((tmp_path / "sglang-hc").glob("hc1-*"))
-    assert len(files) == 2 and not any(FINGERPRINT.hex() in file.name for file in files)
+    files = list((tmp_path / "files").glob("hc3-*"))
+    assert len(files) == 2
     two = servers["two"]
     assert load(two, names[0]) is Outcome.OK
     (victim,) = [file for file in files if names[1].hex() in file.name]
     frame = np.frombuffer(victim.read_bytes(), dtype=np.uint8).copy()
-    frame[HEADER_BYTES:] ^= 1
-    fingerprint = frame[32:48].tobytes()  # who may write to the store can read it there
-    seal(frame, fingerprint, names[1], 0)
+    page, data = frame[: MODEL.header_bytes], frame[MODEL.header_bytes :]
+    data ^= 1
+    forger = replace(models["two"], key=None)  # who may write to the store can read names there
+    seal_block(page.data, data.data, path[1], forger, 0)
     victim.write_bytes(frame.tobytes())
     assert load(two, names[1]) is Outcome.DAMAGED
     assert two.counts["remote_forged"] == 1

@@ -11,7 +11,7 @@ import pytest
 from sglang_hc.config import GIB, HcConfig
 from sglang_hc.srt.ranks.replicas import Place, directories, host_share, place_of
 from sglang_hc.store.disk import DirectorySpec, DiskStore, Outcome, StoredModel
-from sglang_hc.store.remote.envelope import fingerprint_of_part
+from sglang_hc.store.disk.format import part_of
 from support.disk_store import FINGERPRINT, LAYOUT, SMALL, make_path, put, read_bytes
 
 
@@ -21,7 +21,7 @@ def test_a_single_server_keeps_what_the_user_gave(tmp_path: Path) -> None:
     config = HcConfig(host_size_gb=1.0, disk=(f"{tmp_path}:3", str(tmp_path)))
     alone = place_of(runner)
     assert host_share(config, alone) == GIB
-    assert directories(config, alone) == tuple(map(DirectorySpec.parse, config.disk))
+    assert directories(config.disk, alone) == tuple(map(DirectorySpec.parse, config.disk))
     assert alone.part == alone.suffix == "" and not any(tmp_path.iterdir())
 
 
@@ -42,7 +42,7 @@ def test_memory_is_divided_and_the_directories_are_everybodys(
     assert 0.9 * GIB < sum(host_share(config, one) for one in places) <= GIB
     assert len({one.suffix for one in places}) == len(places)
     assert len({one.part for one in places}) == shards * stages, "replicas find each other's blocks"
-    (specs,) = {directories(config, one) for one in places}
+    (specs,) = {directories(config.disk, one) for one in places}
     assert specs == (
         DirectorySpec(str(tmp_path / "ssd"), 5 * 10**9, shards * stages),
         DirectorySpec(str(tmp_path / "rest"), None, shards * stages),
@@ -59,7 +59,7 @@ def test_a_part_names_the_rank_and_how_many_there_are() -> None:
 
 def rank(folder: Path, shard: int) -> DiskStore:
     """The store of one of two ranks, as `srt/start/build.py` opens it."""
-    part = fingerprint_of_part(FINGERPRINT, Place(0, 1, shard, 2).part)
+    part = part_of(FINGERPRINT, Place(0, 1, shard, 2).part)
     model = StoredModel.of(LAYOUT.chunks(), FINGERPRINT, "tiny", part)
     return DiskStore.open((DirectorySpec(str(folder), SMALL, 2),), model)
 

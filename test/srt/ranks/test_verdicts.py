@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_hc.srt.ranks.verdicts import NextStage
+from sglang_hc.srt.ranks.decisions import NextStage
 from sglang_hc.tiers.tiers import FETCHING_S, KEEPING_S, WAITING_S, Tiers
 
 

@@ -6,20 +6,27 @@ A hook of the backend does what another thread or server does at the worst momen
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from sglang_hc.store.disk import DiskStore
-from sglang_hc.store.disk.finding import ABSENT_S, ANSWER_S, MOST_ABSENT, Finder
+from sglang_hc.store import known_blocks
+from sglang_hc.store.block_io import BlockDone
+from sglang_hc.store.disk import DirectoryError, DiskStore, sharing
 from sglang_hc.store.disk.maintenance import LOOK_S
 from sglang_hc.store.disk.sharing import NEW, SERVERS, living_servers
 from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.outcome import Outcome
+from sglang_hc.store.presence import Presence
 from support.clock import Clock
 from support.disk_store import (
     FILE,
@@ -35,7 +42,7 @@ from support.disk_store import (
     put,
     remove,
 )
-from support.waiting import HANGS_S, until
+from support.waiting import HANGS_S, in_time, until
 
 BLOCKS = make_path(6)
 NAMES = [block.block_id for block in BLOCKS]
@@ -266,92 +273,156 @@ def test_a_ledger_that_says_nothing_is_counted_anew(scratch: Path) -> None:
     store.close()
 
 
+# -- a server that stands still ------------------------------------------------------------------
+
+STOPPED = """
+import os, signal, sys
+from pathlib import Path
+from support.disk_store import Faults, FaultyBackend, make_path, open_store, put
+
+def stop(path):
+    faults.on_create = lambda path: None
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+faults = Faults(on_create=stop)  # a file is made while the lock is held
+store = open_store(Path(sys.argv[1]), backend=FaultyBackend(faults))
+(outcome,) = put(store, make_path(1))
+print(outcome.value, flush=True)
+store.close()
+"""
+
+
+def stopped_server(folder: Path) -> subprocess.Popen[str]:
+    """A server that stands still while it holds the directory's lock."""
+    server = subprocess.Popen(
+        [sys.executable, "-c", STOPPED, str(folder)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    _, status = os.waitpid(server.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    return server
+
+
+def test_a_server_that_is_stopped_with_the_lock_holds_up_nobody_for_ever(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others read on and fail to write, which is counted; who starts is told why it cannot; and
+    the stopped one goes on where it was."""
+    one = open_store(scratch)
+    threads = DiskThreads(one, HostPool(LAYOUT, 2), Counter())
+    put(one, BLOCKS[1:2])
+    server = stopped_server(scratch)
+    try:
+        monkeypatch.setattr(sharing, "LOCK_S", 0.1)
+        threads.write(1, BLOCKS[2], 0, in_time())
+        done: list[BlockDone] = []
+        until(lambda: done, lambda: done.extend(threads.poll()))
+        assert [answer.outcome for answer in done] == [Outcome.IO_ERROR]
+        assert is_served(one, BLOCKS[1])
+        one.tick()
+        assert one.counters()["maintenance_errors"] == 1
+        with pytest.raises(DirectoryError, match="another server does not give its lock back"):
+            open_store(scratch)
+    finally:
+        server.send_signal(signal.SIGCONT)
+    said, _ = server.communicate(timeout=HANGS_S)
+    assert said == "ok\n" and one.directories[0].find(BLOCKS[0].block_id)
+    assert put(one, BLOCKS[2:3]) == [Outcome.OK]
+    check_ledgers(one)
+    threads.close()
+
+
 # -- asking, off the scheduler thread -------------------------------------------------------------
 
 
-class Answers:
-    """A store that answers questions when a test lets it."""
+class Asked:
+    """A server's blocks, and another server that has the directory too. The disk answers questions
+    when a test lets it."""
 
-    def __init__(self) -> None:
-        self.there: set[bytes] = set()
+    def __init__(self, scratch: Path, clock: Callable[[], float]) -> None:
+        self.store, self.other = open_store(scratch), open_store(scratch)
+        self.store.tick()
+        self.io = KnownBlocks(DiskThreads(self.store, HostPool(LAYOUT, 2), Counter()), clock)
         self.asked: Counter[bytes] = Counter()
         self.go_on = threading.Event()
         self.go_on.set()
-
-    def contains(self, block_ids: tuple[bytes, ...]) -> int:
-        return 0
+        self._find = self.store.find
+        self.store.find = self.find  # type: ignore[method-assign]
 
     def find(self, block_id: bytes) -> bool:
         self.asked[block_id] += 1
         assert self.go_on.wait(HANGS_S)
-        if block_id == b"broken":
+        if block_id == bytes(16):
             raise RuntimeError("for the test")
-        return block_id in self.there
+        return self._find(block_id)
+
+    def ask(self, names: Sequence[bytes]) -> bool:
+        self.io.poll()
+        return self.io.ask(names)
+
+    def close(self) -> None:
+        self.go_on.set()
+        self.io.close()
+        self.other.close()
 
 
-def test_a_question_is_asked_once_and_its_answer_holds_for_a_while() -> None:
-    store, clock = Answers(), Clock()
-    finder = Finder(store, clock)  # type: ignore[arg-type]
-    store.there, names = set(NAMES[:2]), NAMES[:4]
-    store.go_on.clear()
-    assert finder.ask(names) and finder.ask(names)
-    clock.now += ANSWER_S
-    assert not finder.ask(names), "it takes too long"
-    clock.now -= ANSWER_S
-    store.go_on.set()
-    until(lambda: finder._ended)
-    assert store.asked == Counter(NAMES[:3]), "up to the first that is not there"
-    assert not finder.ask(names[2:]) and store.asked[NAMES[2]] == 1
-    clock.now += ABSENT_S
-    assert finder.ask(names[2:]), "others go on storing"
-    until(lambda: not finder.ask(names[2:]))
-    assert finder.ask([b"broken"])
-    until(lambda: not finder.ask([b"broken"]), show=lambda: "it was not found")
-    finder.close(HANGS_S)
+def test_a_question_is_asked_once_and_its_answer_holds_for_a_while(scratch: Path) -> None:
+    clock = Clock(1e9)
+    one = Asked(scratch, clock)
+    put(one.other, BLOCKS[:2])
+    names = NAMES[:4]
+    one.go_on.clear()
+    assert one.ask(names) and one.ask(names)
+    one.go_on.set()
+    until(lambda: not one.ask(names))
+    assert one.asked == Counter(NAMES[:3]), "up to the first that is not there"
+    assert one.io.contains(names) == 2
+    assert not one.ask(names) and one.asked[NAMES[2]] == 1
+    clock.now += Presence.ABSENT.value
+    assert one.ask(names), "others go on storing"
+    until(lambda: not one.ask(names))
+    assert one.ask([bytes(16)])
+    until(lambda: not one.ask([bytes(16)]), show=lambda: "it was not found")
+    assert one.io.counts["disk_lookup_io_error"] == 1
+    one.close()
 
 
-def test_a_question_that_hangs_holds_up_nobody_else() -> None:
-    store, clock = Answers(), Clock()
-    finder = Finder(store, clock)  # type: ignore[arg-type]
-    store.go_on.clear()
-    assert finder.ask(NAMES[:1]) and finder.ask(NAMES[1:2])
-    clock.now += ANSWER_S
-    assert not finder.ask(NAMES[1:2]) and not finder.ask(NAMES[2:3])
-    assert len(finder._asked) == 2, "nothing piles up behind it"
-    store.go_on.set()
-    until(lambda: len(finder._ended) == 2)
-    assert finder.ask(NAMES[2:3])
-    until(lambda: not finder.ask(NAMES[2:3]))
-    finder.close(HANGS_S)
-
-
-def test_so_many_absent_blocks_are_remembered() -> None:
-    store = Answers()
-    finder = Finder(store, Clock())  # type: ignore[arg-type]
-    for number in range(MOST_ABSENT + 1):
-        asked = number.to_bytes(16, "big")
-        until(lambda asked=asked: not finder.ask([asked]), pause=0.0)  # type: ignore[misc]
-    assert len(finder._absent) == MOST_ABSENT
-    assert not finder.ask([MOST_ABSENT.to_bytes(16, "big")])
-    assert finder.ask([bytes(16)]), "the oldest is asked for again"
-    finder.close(HANGS_S)
+def test_a_question_that_hangs_holds_up_nobody_else(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known_blocks, "LOOKUP_S", 0.05)
+    one = Asked(scratch, time.monotonic)
+    one.go_on.clear()
+    assert one.ask(NAMES[:1])
+    until(lambda: not one.ask(NAMES[:1]))
+    assert one.ask(NAMES[1:2]) and not one.ask(NAMES[1:2]), "it is told at once"
+    assert one.io.counts["disk_lookup_timed_out"] == 2
+    assert one.asked == Counter(NAMES[:1]), "nothing piles up behind it"
+    one.go_on.set()
+    monkeypatch.setattr(known_blocks, "LOOKUP_S", HANGS_S)
+    put(one.other, BLOCKS[2:3])
+    until(lambda: not one.ask(NAMES[2:3]) and one.io.contains(NAMES[2:3]))
+    one.close()
 
 
 def test_a_request_waits_for_what_another_server_has(scratch: Path) -> None:
     one, other = open_store(scratch), open_store(scratch)
     one.tick()
-    io = DiskThreads(one, HostPool(LAYOUT, 2), Counter())
+    threads = DiskThreads(one, HostPool(LAYOUT, 2), Counter())
+    io = KnownBlocks(threads)
     put(other, BLOCKS[:4])
-    assert io.changes() == {} and io.contains(NAMES) == 0
-    until(lambda: not io.ask(NAMES))
+    assert threads.changes() == {} and io.contains(NAMES) == 0
+    until(lambda: not io.ask(NAMES), io.poll)
     assert io.contains(NAMES) == 4
-    assert io.changes() == dict.fromkeys(NAMES[:4], True)
+    assert threads.changes() == dict.fromkeys(NAMES[:4], True)
     assert not io.ask(NAMES[:4]) and not io.ask([])
     fresh = make_path(3, seed=1)
     put(other, fresh)
     path_of_block(other, fresh[2]).unlink()
     names = [block.block_id for block in fresh]
-    until(lambda: not io.ask(names))
+    until(lambda: not io.ask(names), io.poll)
     assert io.contains(names) == 2
     io.close()
     other.close()

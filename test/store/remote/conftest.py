@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.store.remote import RemoteBlocks
+from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.remote import store as store_module
 from support.clock import Clock
 from support.remote import FakeStore, make_blocks, make_pool
@@ -45,7 +45,7 @@ def large_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def io(store: FakeStore, pool: HostPool, clock: Clock) -> Iterator[RemoteBlocks]:
+def io(store: FakeStore, pool: HostPool, clock: Clock) -> Iterator[KnownBlocks]:
     io = make_blocks(store, pool, clock)
     yield io
     store.open.set()

@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_hc.store.disk import DirectorySpec, DiskStore, StoredModel, Upkeep
+from sglang_hc.store.chain import Chain
+from sglang_hc.store.disk import DirectorySpec, DiskStore, Upkeep
 from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.store.remote import Chain, RemoteBlocks
 from support.clock import Clock
 from support.fake_io import FakeIo
 from support.remote import (
-    FINGERPRINT,
     FOREVER,
-    LAYOUT,
+    MODEL,
     SLOTS,
     FakeStore,
     data_of,
@@ -34,21 +34,20 @@ TARGET = SLOTS - 1
 
 
 @pytest.fixture
-def near(tmp_path: Path, pool: HostPool, io: RemoteBlocks) -> DiskThreads:
+def near(tmp_path: Path, pool: HostPool, io: KnownBlocks) -> KnownBlocks:
     specs = [DirectorySpec.parse(f"{tmp_path / 'd'}:0.05")]
-    model = StoredModel.of(LAYOUT.chunks(), FINGERPRINT, "toy")
-    store = DiskStore.open(specs, model, Upkeep(background=False))
-    return DiskThreads(store, pool, io.counts)
+    store = DiskStore.open(specs, MODEL, Upkeep(background=False))
+    return KnownBlocks(DiskThreads(store, pool, io.counts))
 
 
 @pytest.fixture
-def chain(near: DiskThreads, io: RemoteBlocks) -> Iterator[Chain]:
+def chain(near: KnownBlocks, io: KnownBlocks) -> Iterator[Chain]:
     yield Chain(near, io)
     near.close()
 
 
 def test_a_block_goes_to_both(
-    chain: Chain, near: DiskThreads, store: FakeStore, pool: HostPool
+    chain: Chain, near: KnownBlocks, store: FakeStore, pool: HostPool
 ) -> None:
     path = make_path(3)
     assert save(chain, pool, path) == [Outcome.OK] * 3
@@ -65,7 +64,7 @@ def test_every_answer_is_counted_once(chain: Chain, pool: HostPool) -> None:
 
 
 def test_a_path_may_lie_partly_here_and_partly_there(
-    chain: Chain, near: DiskThreads, io: RemoteBlocks, pool: HostPool
+    chain: Chain, near: KnownBlocks, io: KnownBlocks, pool: HostPool
 ) -> None:
     path = make_path(6)
     for holder, blocks in ((near, path[:2] + path[4:5]), (io, path[2:4] + path[5:])):
@@ -84,7 +83,7 @@ def test_a_path_may_lie_partly_here_and_partly_there(
 
 
 def test_a_hung_store_does_not_keep_the_disk_from_serving(
-    chain: Chain, near: DiskThreads, store: FakeStore, pool: HostPool
+    chain: Chain, near: KnownBlocks, store: FakeStore, pool: HostPool
 ) -> None:
     path = make_path(2)
     save(near, pool, path)
@@ -96,12 +95,12 @@ def test_a_hung_store_does_not_keep_the_disk_from_serving(
 
 
 def test_a_slot_is_given_back_when_both_are_through(
-    chain: Chain, near: DiskThreads, store: FakeStore, pool: HostPool, clock: Clock
+    chain: Chain, near: KnownBlocks, store: FakeStore, pool: HostPool, clock: Clock
 ) -> None:
     (block,) = make_path(1)
     store.open.clear()
     pool.slot(0)[:] = data_of(block.block_id)
-    assert chain.write(41, block, 0, FOREVER)
+    chain.write(41, block, 0, FOREVER)
     until(lambda: bool(near.contains([block.block_id])))
     assert store.entered.wait(HANGS_S)
     assert chain.poll() == []
@@ -110,7 +109,7 @@ def test_a_slot_is_given_back_when_both_are_through(
 
 
 def test_only_the_holder_that_lacks_a_block_gets_it(
-    chain: Chain, near: DiskThreads, store: FakeStore, pool: HostPool
+    chain: Chain, near: KnownBlocks, store: FakeStore, pool: HostPool
 ) -> None:
     path = make_path(1)
     save(near, pool, path)
@@ -128,13 +127,14 @@ def test_clear_empties_both(chain: Chain, store: FakeStore, pool: HostPool) -> N
     assert find(chain, [block.block_id for block in path]) == 0
 
 
-def test_a_refused_write_is_counted_once() -> None:
-    """With its answer if the other holder took the block, else by whoever asked."""
+def test_a_dropped_write_is_counted_once() -> None:
     (block,) = make_path(1)
     near, far = FakeIo(), FakeIo()
     near.up = False
     chain = Chain(near, far)
-    assert chain.write(1, block, 0, FOREVER)
+    chain.write(1, block, 0, FOREVER)
     assert [done.outcome for done in chain.poll()] == [Outcome.DROPPED]
     assert far.contains([block.block_id]) and chain.counts == {"disk_saved_blocks": 1}
-    assert not chain.write(2, block, 0, FOREVER) and not chain.poll()
+    chain.write(2, block, 0, FOREVER)
+    assert [(done.ticket, done.outcome) for done in chain.poll()] == [(2, Outcome.DROPPED)]
+    assert chain.counts == {"disk_saved_blocks": 1}

@@ -9,15 +9,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sglang_hc.store import presence as presence_cache
+from sglang_hc.store.disk.format import StoredModel, seal_block
+from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.store.remote import RemoteBlocks, presence_cache
-from sglang_hc.store.remote.envelope import HEADER_BYTES, seal, storage_key
-from sglang_hc.store.remote.presence_cache import Presence, PresenceCache
+from sglang_hc.store.presence import Presence, PresenceCache
+from sglang_hc.store.remote.store import storage_key
 from support.clock import Clock
 from support.remote import (
-    FINGERPRINT,
     FOREVER,
     LAYOUT,
+    MODEL,
     TARGET,
     FakeBackend,
     FakeStore,
@@ -35,7 +37,7 @@ from support.remote import (
 # -- a store that behaves ------------------------------------------------------------------------
 
 
-def test_another_server_reads_what_one_wrote(io: RemoteBlocks, store, pool, clock) -> None:
+def test_another_server_reads_what_one_wrote(io: KnownBlocks, store, pool, clock) -> None:
     path = make_path(4)
     assert save(io, pool, path) == [Outcome.OK] * 4
     other_pool = make_pool()
@@ -47,7 +49,7 @@ def test_another_server_reads_what_one_wrote(io: RemoteBlocks, store, pool, cloc
     other.close()
 
 
-def test_a_lookup_never_waits_and_is_asked_once(io: RemoteBlocks, store, pool) -> None:
+def test_a_lookup_never_waits_and_is_asked_once(io: KnownBlocks, store, pool) -> None:
     names = names_of(make_path(3))
     store.open.clear()
     for _ in range(5):
@@ -60,14 +62,14 @@ def test_a_lookup_never_waits_and_is_asked_once(io: RemoteBlocks, store, pool) -
     assert io.counts["remote_lookups"] == 1
 
 
-def test_the_first_gap_ends_a_lookup(io: RemoteBlocks, store, pool) -> None:
+def test_the_first_gap_ends_a_lookup(io: KnownBlocks, store, pool) -> None:
     path = make_path(5)
     save(io, pool, [path[0], path[1], path[3]])
     assert find(io, names_of(path)) == 2
     assert not io.ask(names_of(path))
 
 
-def test_a_miss_is_asked_again_after_a_while(io: RemoteBlocks, store, pool, clock: Clock) -> None:
+def test_a_miss_is_asked_again_after_a_while(io: KnownBlocks, store, pool, clock: Clock) -> None:
     path = make_path(1)
     assert find(io, names_of(path)) == 0
     writer = make_blocks(store, pool, clock)
@@ -78,7 +80,7 @@ def test_a_miss_is_asked_again_after_a_while(io: RemoteBlocks, store, pool, cloc
     assert find(io, names_of(path)) == 1
 
 
-def test_what_is_known_to_be_there_is_not_written_again(io: RemoteBlocks, store, pool) -> None:
+def test_what_is_known_to_be_there_is_not_written_again(io: KnownBlocks, store, pool) -> None:
     path = make_path(1)
     assert save(io, pool, path) == [Outcome.OK]
     assert not io.wants(path[0].block_id)
@@ -95,7 +97,7 @@ def test_close_finishes_what_was_submitted(store, pool, clock) -> None:
     assert {done.outcome for done in io.poll()} == {Outcome.OK}
 
 
-def test_clear_empties_the_store(io: RemoteBlocks, store, pool) -> None:
+def test_clear_empties_the_store(io: KnownBlocks, store, pool) -> None:
     path = make_path(2)
     save(io, pool, path)
     io.erase(99, None, ())
@@ -107,7 +109,7 @@ def test_clear_empties_the_store(io: RemoteBlocks, store, pool) -> None:
     assert find(io, names_of(path)) == 0
 
 
-def test_a_clear_that_fails_leaves_the_store_unread(io: RemoteBlocks, store, pool) -> None:
+def test_a_clear_that_fails_leaves_the_store_unread(io: KnownBlocks, store, pool) -> None:
     path = make_path(2)
     save(io, pool, path)
     store.raises = OSError("down")
@@ -125,7 +127,7 @@ def test_a_clear_that_fails_leaves_the_store_unread(io: RemoteBlocks, store, poo
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(at=st.integers(0, HEADER_BYTES + LAYOUT.slot_bytes - 1), flip=st.integers(1, 255))
+@given(at=st.integers(0, MODEL.file_bytes - 1), flip=st.integers(1, 255))
 def test_an_envelope_altered_anywhere_is_a_counted_miss(at: int, flip: int) -> None:
     store, pool, clock = FakeStore(), make_pool(), Clock()
     io = make_blocks(store, pool, clock)
@@ -139,7 +141,7 @@ def test_an_envelope_altered_anywhere_is_a_counted_miss(at: int, flip: int) -> N
     io.close()
 
 
-def test_a_truncated_value_is_damage(io: RemoteBlocks, store, pool) -> None:
+def test_a_truncated_value_is_damage(io: KnownBlocks, store, pool) -> None:
     path = make_path(2)
     save(io, pool, path)
     assert load(io, path[1].block_id) is Outcome.OK  # leaves its bytes in the frame
@@ -162,7 +164,7 @@ def test_a_back_end_that_claims_to_have_read_is_not_believed(pool, clock) -> Non
 
 
 def test_a_damaged_block_is_not_fetched_again_nor_saved_again(
-    io: RemoteBlocks, store, pool, clock
+    io: KnownBlocks, store, pool, clock
 ) -> None:
     path = make_path(1)
     save(io, pool, path)
@@ -175,30 +177,30 @@ def test_a_damaged_block_is_not_fetched_again_nor_saved_again(
     assert find(io, names_of(path)) == 0
 
 
-def test_a_block_under_another_blocks_key_is_foreign(io: RemoteBlocks, store, pool) -> None:
+def test_a_block_under_another_blocks_key_is_foreign(io: KnownBlocks, store, pool) -> None:
     path = make_path(2)
     save(io, pool, path)
-    mine, other = (storage_key(FINGERPRINT, name) for name in names_of(path))
+    mine, other = (storage_key(MODEL, name) for name in names_of(path))
     store.values[mine] = store.values[other]
     assert load(io, path[0].block_id) is Outcome.DAMAGED
     assert io.counts["remote_foreign"] == 1
 
 
-def test_another_models_block_is_never_served(io: RemoteBlocks, store, pool, clock) -> None:
+def test_another_models_block_is_never_served(io: KnownBlocks, store, pool, clock) -> None:
     """Another model, plan or dtype is another fingerprint: not found, and foreign if forced."""
-    theirs = bytes(16)
-    other = make_blocks(store, pool, clock, fingerprint=theirs)
+    theirs = StoredModel.of(LAYOUT.chunks(), bytes(16), "theirs")
+    other = make_blocks(store, pool, clock, model=theirs)
     path = make_path(1)
     save(other, pool, path)
     other.close()
     assert find(io, names_of(path)) == 0
     (value,) = store.values.values()
-    store.values[storage_key(FINGERPRINT, path[0].block_id)] = value
+    store.values[storage_key(MODEL, path[0].block_id)] = value
     assert load(io, path[0].block_id) is Outcome.DAMAGED
     assert io.counts["remote_foreign"] == 1
 
 
-def test_a_later_version_is_a_counted_miss(io: RemoteBlocks, store, pool) -> None:
+def test_a_later_version_is_a_counted_miss(io: KnownBlocks, store, pool) -> None:
     path = make_path(1)
     save(io, pool, path)
     (key,) = store.values
@@ -248,10 +250,11 @@ def test_exists_that_lies_costs_one_read(pool, clock) -> None:
 def test_an_envelope_sealed_with_the_wrong_bytes_does_not_pass(pool, store, clock) -> None:
     """The digest is taken of what is served, not of what lies in the frame."""
     path = make_path(1)
-    frame = np.zeros(HEADER_BYTES + LAYOUT.slot_bytes, dtype=np.uint8)
-    seal(frame, FINGERPRINT, path[0].block_id, 0)
-    frame[HEADER_BYTES + 5] = 1
-    store.values[storage_key(FINGERPRINT, path[0].block_id)] = frame.tobytes()
+    frame = np.zeros(MODEL.file_bytes, dtype=np.uint8)
+    page, data = frame[: MODEL.header_bytes], frame[MODEL.header_bytes :]
+    seal_block(page.data, data.data, path[0], MODEL, 0)
+    data[5] = 1
+    store.values[storage_key(MODEL, path[0].block_id)] = frame.tobytes()
     io = make_blocks(store, pool, clock)
     assert load(io, path[0].block_id) is Outcome.DAMAGED
     io.close()

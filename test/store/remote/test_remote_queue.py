@@ -7,8 +7,9 @@ from functools import partial
 import pytest
 
 from sglang_hc.queue.requests import QueuedPrompt
+from sglang_hc.store import known_blocks as blocks
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.store.remote import RemoteBlocks, blocks
+from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.tree.identity import BLOCK_BYTES, Prefix, pack_tokens
 from support.clock import Clock
 from support.host import host_queue, keep
@@ -23,7 +24,7 @@ class Server:
 
     def __init__(self, store: FakeStore, clock: Clock, prefetch: str = "queue") -> None:
         self.pool: HostPool = make_pool()
-        self.io: RemoteBlocks = make_blocks(store, self.pool, clock)
+        self.io: KnownBlocks = make_blocks(store, self.pool, clock)
         _, self.host, self.disk, self.queue = host_queue(
             SLOTS, self.io, prefetch=prefetch, clock=clock
         )
@@ -39,10 +40,10 @@ class Server:
         return QueuedPrompt(Prefix(None, TOKENS), lambda: 0)
 
     def keep(self) -> None:
-        """Compute both whole blocks and spill them."""
+        """Compute both whole blocks and write them through."""
         for number, node in enumerate(keep(self.host, TOKENS[: 2 * BLOCK_BYTES]), 1):
             self.pool.slot(node.slot)[:] = number
-            self.disk.spill(node)
+            self.disk.write_through(node)
         self.disk.drain()
 
     def admit(self, rid: str) -> None:

@@ -8,18 +8,20 @@ import threading
 import numpy as np
 import pytest
 
+from sglang_hc.store import known_blocks as blocks
 from sglang_hc.store.circuit_breaker import FAILURES_TO_OPEN
+from sglang_hc.store.disk.format import check_block
 from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.jobs import Job, JobThread
+from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.store.remote import RemoteBlocks, blocks
+from sglang_hc.store.presence import Presence
 from sglang_hc.store.remote import store as store_module
-from sglang_hc.store.remote.envelope import inspect, storage_key
-from sglang_hc.store.remote.jobs import Job, JobThread
-from sglang_hc.store.remote.presence_cache import Presence
+from sglang_hc.store.remote.store import storage_key
 from support.clock import Clock
 from support.remote import (
-    FINGERPRINT,
     FOREVER,
+    MODEL,
     TARGET,
     data_of,
     find,
@@ -35,7 +37,7 @@ from support.waiting import HANGS_S
 
 
 def test_a_store_that_keeps_raising_is_left_alone_for_a_while(
-    io: RemoteBlocks, store, pool, clock, caplog: pytest.LogCaptureFixture
+    io: KnownBlocks, store, pool, clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     names = names_of(make_path(FAILURES_TO_OPEN + 1))
     store.raises = OSError("no route to host")
@@ -56,13 +58,13 @@ def test_a_store_that_keeps_raising_is_left_alone_for_a_while(
 
 
 def test_a_block_that_cannot_be_read_costs_no_other(
-    large_calls: None, io: RemoteBlocks, store, pool
+    large_calls: None, io: KnownBlocks, store, pool
 ) -> None:
     """One call asks for all of them, and raises."""
     path = make_path(FAILURES_TO_OPEN + 2)
     save(io, pool, path)
     bad = path[3].block_id
-    store.unreadable = {storage_key(FINGERPRINT, bad)}
+    store.unreadable = {storage_key(MODEL, bad)}
     store.open.clear()
     store.entered.clear()
     io.read(len(path), path[0].block_id, TARGET, FOREVER)
@@ -78,11 +80,11 @@ def test_a_block_that_cannot_be_read_costs_no_other(
     assert io.levels() == {"remote_usable": 1} and "remote_pauses" not in io.counts
 
 
-def test_a_block_that_cannot_be_saved_costs_no_other(io: RemoteBlocks, store, pool) -> None:
+def test_a_block_that_cannot_be_saved_costs_no_other(io: KnownBlocks, store, pool) -> None:
     """One call stores all of them, and raises."""
     path = make_path(FAILURES_TO_OPEN + 2)
     names = names_of(path)
-    store.unwritable = {storage_key(FINGERPRINT, names[3])}
+    store.unwritable = {storage_key(MODEL, names[3])}
     store.open.clear()
     first = make_path(1, seed=1)
     io.write(len(path), first[0], TARGET, FOREVER)
@@ -93,13 +95,13 @@ def test_a_block_that_cannot_be_saved_costs_no_other(io: RemoteBlocks, store, po
     store.open.set()
     lost = [done.ticket for done in wait(io, len(path) + 1) if done.outcome is not Outcome.OK]
     assert lost == [3]
-    kept = {storage_key(FINGERPRINT, name) for name in [*names_of(first), *names]}
+    kept = {storage_key(MODEL, name) for name in [*names_of(first), *names]}
     assert set(store.values) == kept - store.unwritable
     assert store.calls.count("put") == 2 + len(path)
     assert io.levels() == {"remote_usable": 1} and "remote_pauses" not in io.counts
 
 
-def test_saves_that_keep_failing_do_not_stop_reads(io: RemoteBlocks, store, pool) -> None:
+def test_saves_that_keep_failing_do_not_stop_reads(io: KnownBlocks, store, pool) -> None:
     kept = make_path(1)
     save(io, pool, kept)
     store.raises = OSError("full")
@@ -140,7 +142,7 @@ def test_beyond_so_many_open_questions_a_block_counts_as_absent(
     io.close()
 
 
-def test_a_hung_lookup_is_answered_by_its_deadline(io: RemoteBlocks, store, clock) -> None:
+def test_a_hung_lookup_is_answered_by_its_deadline(io: KnownBlocks, store, clock) -> None:
     names = names_of(make_path(2))
     store.open.clear()
     io.ask(names)
@@ -152,7 +154,7 @@ def test_a_hung_lookup_is_answered_by_its_deadline(io: RemoteBlocks, store, cloc
 
 
 def test_a_hung_store_is_not_asked_until_it_answers(
-    io: RemoteBlocks, store, pool, clock, caplog: pytest.LogCaptureFixture
+    io: KnownBlocks, store, pool, clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = make_path(1)
     save(io, pool, path)
@@ -176,7 +178,7 @@ def test_a_hung_store_is_not_asked_until_it_answers(
 
 
 def test_what_a_hung_store_would_be_asked_fails_at_once(
-    io: RemoteBlocks, store, pool, clock
+    io: KnownBlocks, store, pool, clock
 ) -> None:
     kept, new = make_path(2), make_path(2, seed=1)
     save(io, pool, kept)
@@ -203,7 +205,7 @@ def test_what_a_hung_store_would_be_asked_fails_at_once(
 
 
 def test_a_read_that_comes_too_late_leaves_the_slot_alone(
-    io: RemoteBlocks, store, pool: HostPool, clock
+    io: KnownBlocks, store, pool: HostPool, clock
 ) -> None:
     """After its answer the slot may belong to another block; a late copy would corrupt that."""
     path = make_path(1)
@@ -229,10 +231,10 @@ def test_jobs_of_one_call_are_late_together(clock: Clock) -> None:
         entered.release()
         assert gate.acquire(timeout=HANGS_S)
         for job in batch:
-            job.settle(Outcome.OK)
+            job.complete(Outcome.OK)
 
     thread: JobThread[Job] = JobThread("test", perform, lambda: 2, clock=clock)
-    alone, first, second = Job(FOREVER), Job(clock.now + 10), Job(clock.now + 20)
+    alone, first, second = Job(1, FOREVER), Job(2, clock.now + 10), Job(3, clock.now + 20)
     thread.submit(alone)
     assert entered.acquire(timeout=HANGS_S)
     thread.submit(first)
@@ -248,7 +250,7 @@ def test_jobs_of_one_call_are_late_together(clock: Clock) -> None:
     assert thread.close(60)
 
 
-def test_a_slot_is_read_before_the_store_is_called(io: RemoteBlocks, store, pool, clock) -> None:
+def test_a_slot_is_read_before_the_store_is_called(io: KnownBlocks, store, pool, clock) -> None:
     """A save whose put hangs is answered; what its slot holds by then is not what is stored."""
     path = make_path(1)
     store.open.clear()
@@ -281,7 +283,7 @@ def test_close_leaves_a_hung_thread_behind(
 
 
 def test_the_blocks_of_one_call_are_told_of_together(
-    large_calls: None, io: RemoteBlocks, store, pool, monkeypatch: pytest.MonkeyPatch
+    large_calls: None, io: KnownBlocks, store, pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever saw the first of them would take the others for unread."""
     path = make_path(3)
@@ -293,9 +295,9 @@ def test_the_blocks_of_one_call_are_told_of_together(
         if len(proven) == 1 + len(path):
             last.set()
             assert goes_on.wait(HANGS_S)
-        return inspect(*args)
+        return check_block(*args)
 
-    monkeypatch.setattr(store_module, "inspect", slowly)
+    monkeypatch.setattr(store_module, "check_block", slowly)
     store.open.clear()
     store.entered.clear()
     io.read(len(path), path[0].block_id, TARGET, FOREVER)
@@ -312,7 +314,7 @@ def test_the_blocks_of_one_call_are_told_of_together(
 
 
 def test_late_blocks_of_a_call_that_raised_are_not_tried_one_by_one(
-    large_calls: None, io: RemoteBlocks, store, clock, monkeypatch: pytest.MonkeyPatch
+    large_calls: None, io: KnownBlocks, store, clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store whose calls take long and raise then was asked for each of them, for nobody."""
     entered, gate = threading.Semaphore(0), threading.Semaphore(0)

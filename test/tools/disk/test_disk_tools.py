@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sglang_hc.store.block import Block
+from sglang_hc.store.disk.format import mac_key
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tools.cli.main import main
 from support.disk_store import (
@@ -248,3 +249,19 @@ def test_the_repair_that_fsck_proposes_can_be_pasted(
     fill(folder)
     flip(next(block_files(folder)), 10_000)
     assert f"sglang-hc fsck '{folder}' --repair" in call(capsys, "fsck", folder)[1]
+
+
+def test_without_the_key_headers_alone_are_proven(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = open_store(tmp_path, backend=BUFFERED, key=mac_key(b"k" * 32))
+    put(store, BLOCKS)
+    store.close()
+    flip(file_of(tmp_path, BLOCKS[0]), 5000)
+    status, text = call(capsys, "fsck", tmp_path)
+    assert status == 0 and "of 11 of them only the header" in text
+    flip(file_of(tmp_path, BLOCKS[1]), 100)
+    status, (report,) = fsck_json(capsys, tmp_path)
+    assert status == 1 and report["keyed"] == report["blocks"] == 10
+    status, text = call(capsys, "inspect", tmp_path)
+    assert status == 0 and "tenant-a" in text

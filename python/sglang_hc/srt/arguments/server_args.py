@@ -14,7 +14,7 @@ import torch
 from sglang.srt.environ import envs
 
 from sglang_hc.command_line import add_flags, config_from, given_flags
-from sglang_hc.config import CONFIG_ENV, ConfigError, HcConfig, flag_of
+from sglang_hc.config import CONFIG_ENV, ConfigError, HcConfig, flag_of, shared_directory
 from sglang_hc.forms import LayerPlan, PlanError
 from sglang_hc.srt.arguments import hicache_flags
 from sglang_hc.srt.arguments.graphs import check_prefill_graphs
@@ -150,11 +150,16 @@ def post_init(original: Callable[[Any], None], self: Any) -> None:
 
 
 def _refuse_same_directory(config: HcConfig) -> None:
-    """Raise ConfigError when two `--hc-disk` are one directory, whatever they are called."""
-    paths = [os.path.realpath(DirectorySpec.parse(text).path) for text in config.disk]
+    """Raise ConfigError when two directories are one, whatever they are called."""
+    shared = shared_directory(config)
+    given = [*config.disk, *([] if shared is None else [shared])]
+    paths = [os.path.realpath(DirectorySpec.parse(text).path) for text in given]
     for path in paths:
         if paths.count(path) > 1:
-            raise ConfigError(f"--hc-disk {path} is given more than once; give each directory once")
+            raise ConfigError(
+                f"{path} is given more than once to --hc-disk and --hc-remote file; give each "
+                "directory once"
+            )
 
 
 def check_radix_cache(args: Any) -> None:

@@ -13,7 +13,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +20,14 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
-from sglang_hc.config import HcConfig, read_remote_config
+from sglang_hc.config import HcConfig, read_remote_config, shared_directory
 from sglang_hc.errors import ConfigError
+from sglang_hc.store.disk import DirectoryError
+from sglang_hc.store.disk.format import StoredModel, mac_key
+from sglang_hc.store.disk.opening import make_root
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.store.ownership import distrusted, read_remote_key
+from sglang_hc.store.ownership import read_remote_key
 from sglang_hc.store.remote import Frames, RemoteBackend, RemoteStore
-from sglang_hc.store.remote.envelope import mac_key
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +40,8 @@ PACKAGES = {
 }
 """What a kind needs beside SGLang: the module, and the package it is in."""
 
-DIRECTORIES = {
-    "file": envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR,
-    "nixl": envs.SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR,
-}
-"""Where SGLang's back ends on a file system look for their directory, our option `dir`."""
-
-REMEDY = "give a directory that this user can write to as dir of --hc-remote-config"
-
-FOLDER = "sglang-hc"
-"""Made inside that directory, because a back end takes every file there for its own."""
+NIXL_DIRECTORY = envs.SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR
+"""Where NIXL looks for its directory on a file system, our option `dir`."""
 
 
 class FramePool:
@@ -154,16 +147,19 @@ class ValueBackend(PageBackend):
 
 
 def remote_store(
-    config: HcConfig, pool: HostPool, fingerprint: bytes, counts: Counter[str]
+    config: HcConfig, pool: HostPool, model: StoredModel, counts: Counter[str]
 ) -> RemoteStore:
-    """The remote store of the options. fingerprint: of the blocks, or of this rank's parts of them.
-    Raises ConfigError."""
+    """The remote store of the options. model: whose the blocks are. Raises ConfigError."""
     assert config.remote is not None
-    frames = Frames(pool.layout.slot_bytes)
+    frames = Frames(model.header_bytes, model.block_bytes)
     backend = open_remote(config.remote, read_remote_config(config.remote_config), frames)
     logger.info("sglang-hc: remote store %s (%s)", config.remote, backend.name)
-    key = None if config.remote_key is None else mac_key(read_remote_key(config.remote_key))
-    return RemoteStore(backend, frames, pool, fingerprint, counts, key=key)
+    return RemoteStore(backend, frames, pool, model, counts)
+
+
+def remote_key(config: HcConfig) -> bytes | None:
+    """Of the blocks' MACs; None without `--hc-remote-key`. Raises ConfigError."""
+    return None if config.remote_key is None else mac_key(read_remote_key(config.remote_key))
 
 
 def check_remote(config: HcConfig) -> None:
@@ -177,8 +173,9 @@ def check_remote(config: HcConfig) -> None:
             f"--hc-remote {kind} needs the package {package}; install it into the server's "
             "environment"
         )
-    if kind in DIRECTORIES:
-        _directory(kind, read_remote_config(config.remote_config).get("dir"))
+    shared_directory(config)
+    if kind == "nixl":
+        _nixl_directory(read_remote_config(config.remote_config).get("dir"))
 
 
 def open_remote(kind: str, options: dict[str, Any], frames: Frames) -> RemoteBackend:
@@ -187,10 +184,10 @@ def open_remote(kind: str, options: dict[str, Any], frames: Frames) -> RemoteBac
     Raises ConfigError with a message for users.
     """
     options = dict(options)
-    if kind in DIRECTORIES:
-        folder = _directory(kind, options.pop("dir", None))
+    if kind == "nixl":
+        folder = _nixl_directory(options.pop("dir", None))
         if folder is not None:
-            DIRECTORIES[kind].set(folder)
+            NIXL_DIRECTORY.set(folder)
     pool = FramePool(frames)
     config = HiCacheStorageConfig(
         tp_rank=0,
@@ -222,32 +219,19 @@ def open_remote(kind: str, options: dict[str, Any], frames: Frames) -> RemoteBac
     return PageBackend(storage)
 
 
-def _directory(kind: str, directory: object) -> str | None:
-    """The folder of a back end on a file system, made if it is missing. None: it needs none."""
+def _nixl_directory(directory: object) -> str | None:
+    """The folder of NIXL's back ends on a file system, made if it is missing. None: it needs none,
+    as its plugins for object stores."""
+    directory = directory or NIXL_DIRECTORY.get()
     if directory is None:
-        directory = DIRECTORIES[kind].get()
-    if directory is None and kind == "nixl":
-        return None  # its plugins for object stores take none
-    if not isinstance(directory, str) or not directory:
-        raise ConfigError(
-            f"--hc-remote {kind} needs a directory that all servers share: "
-            """give --hc-remote-config '{"dir": "/mnt/shared"}'"""
-        )
-    folder = Path(directory).expanduser().resolve() / FOLDER
+        return None
+    path = os.path.realpath(os.path.expanduser(str(directory)))
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        reason = distrusted(str(folder))
-        writable = os.access(folder, os.W_OK | os.X_OK)
+        return make_root(path)
+    except DirectoryError as error:
+        raise ConfigError(str(error).replace("--hc-disk", "--hc-remote nixl")) from None
     except OSError as error:
         raise ConfigError(
-            f"--hc-remote {kind}: {folder} cannot be made ({error}); {REMEDY}"
+            f"--hc-remote nixl: {path} cannot be used ({error.strerror}); give a directory that "
+            "this user can write to as dir of --hc-remote-config"
         ) from None
-    if reason is not None:
-        raise ConfigError(
-            f"--hc-remote {kind}: {folder} is not safe to share ({reason}): who can write there "
-            "decides what this server answers; give it to this user or to root and run "
-            f"chmod o-w {folder}, or name another directory as dir of --hc-remote-config"
-        )
-    if not writable:
-        raise ConfigError(f"--hc-remote {kind}: {folder} cannot be written; {REMEDY}")
-    return str(folder)

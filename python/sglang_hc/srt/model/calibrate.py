@@ -16,7 +16,7 @@ import torch
 from sglang_hc import __version__, profile_file
 from sglang_hc.config import HcConfig
 from sglang_hc.policy.cost_model import CostModel, SourceTier
-from sglang_hc.restore.measure import measure
+from sglang_hc.restore.probe import probe
 from sglang_hc.srt.model.exactness import has_fixed_tiles
 from sglang_hc.srt.model.families import LayerAdapter
 from sglang_hc.srt.model.projection import installed_kernels
@@ -46,29 +46,19 @@ def cost_model(
         return group.first(lambda: profile_file.load_given(given, name, tiers_of(config)))
     cached = group.first(lambda: profile_file.load_cached(name))
     if cached is not None:
-        if not cached.is_noisy:
-            return cached
-        logger.info(
-            "sglang-hc: measuring again, the machine was busy when the cached profile was measured"
-        )
+        return cached
     try:
         own = measured(runner, config.disk, layers, hidden, group)
         cost = group.first(lambda: own)
     except Exception:
         if group.size > 1:
             raise  # the other ranks wait for this one: only the end of its process frees them
-        if cached is not None:
-            logger.warning("sglang-hc: it could not be measured again", exc_info=True)
-            return cached
         logger.warning(
             "sglang-hc: this machine could not be measured, so every restoration is loaded even "
             "where recomputing would be faster",
             exc_info=True,
         )
         return None
-    if cached is not None and (cached.noise or 1.0) <= (cost.noise or 1.0):
-        logger.warning("sglang-hc: the machine is still busy; the quieter cached profile is used")
-        return cached
     if group.rank == 0:
         profile_file.save_cached(cost)
     return cost
@@ -86,22 +76,16 @@ def measured(
     hidden: bool,
     group: StartGroup,
 ) -> CostModel:
-    """Measure now, in at most `measure.BUDGET_S` seconds; poor fits are logged."""
+    """Measure now; see `restore.probe`."""
     began = time.perf_counter()
     try:
         subject = subject_of(runner, layers, hidden, group)
-        # On a CPU this thread does the work, and should wait for nothing else but other ranks.
-        alone = subject.device.type == "cpu" and group.size == 1
-        computed = time.thread_time if alone else None
-        samples = measure(subject, disks, computed=computed)
+        cost = probe(subject, fingerprint(runner, disks, hidden), disks)
         del subject
     finally:
         if torch.device(runner.device).type == "cuda":
             torch.cuda.empty_cache()  # SGLang sizes the KV pool by what is free now
-    cost = CostModel.from_samples(samples, fingerprint(runner, disks, hidden))
     logger.info("sglang-hc: measured this machine in %.1f s", time.perf_counter() - began)
-    for complaint in cost.complaints():
-        logger.warning("sglang-hc: %s", complaint)
     return cost
 
 

@@ -220,6 +220,7 @@ def _auto(
         and runner.ps.pp_size == 1
         and recompute_excluded(runner.server_args, type(runner.model).__name__) is None,
     )
+    cost.plan = found.plan
     return found if reason is None else found._replace(explanation=f"{found.explanation}; {reason}")
 
 

@@ -8,6 +8,7 @@ user's sizes are the server's, so each scheduler takes its part of host memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from sglang_hc.config import HcConfig, host_bytes
@@ -61,7 +62,7 @@ def host_share(config: HcConfig, place: Place) -> int:
     return host_bytes(config, place.replicas * place.stages * place.shards)
 
 
-def directories(config: HcConfig, place: Place) -> tuple[DirectorySpec, ...]:
-    """The directories of the server, which all its schedulers share. Raises DirectoryError."""
+def directories(texts: Sequence[str], place: Place) -> tuple[DirectorySpec, ...]:
+    """Directories of the server, which all its schedulers share. Raises DirectoryError."""
     users = place.shards * place.stages
-    return tuple(DirectorySpec.parse(text, users) for text in config.disk)
+    return tuple(DirectorySpec.parse(text, users) for text in texts)

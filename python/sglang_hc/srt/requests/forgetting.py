@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang_hc.store.block_io import BlockDone
-from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.forgetting import FORGOTTEN, Forgetting
 from sglang_hc.tree.identity import pack_tokens
@@ -41,7 +41,7 @@ Returns the tokens and the blocks that were there."""
 class Forgetter:
     """What is being forgotten below the device. Belongs to the scheduler thread."""
 
-    def __init__(self, disk: DiskTier | None) -> None:
+    def __init__(self, disk: LowerTier | None) -> None:
         self._disk = disk
         self._under_way: list[Forgetting] = []
         self._numbers = itertools.count()

@@ -26,7 +26,7 @@ from sglang_hc.errors import ConfigError
 from sglang_hc.srt.arguments.server_args import config_of
 from sglang_hc.srt.engine.guard import tree_of
 from sglang_hc.srt.engine.scheduler import BUILDING, OwnScheduler
-from sglang_hc.srt.ranks import verdicts
+from sglang_hc.srt.ranks import decisions
 from sglang_hc.srt.requests.overflow import check_window
 from sglang_hc.srt.scheduling.speculation import hand_over
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
@@ -53,12 +53,12 @@ _running: ContextVar[tuple[HcRadixCache, list[Any]] | None] = ContextVar("hc_run
 def build_scheduler(build: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """AROUND Scheduler.__init__: the tree factory learns whose tree it builds, and what cannot be
     served is refused in one line, without the stack that led there. One of several ranks takes part
-    in their verdicts from then on."""
+    in their decisions from then on."""
     token = BUILDING.set(OwnScheduler(self))
     try:
         build(self, *args, **kwargs)
         check_window(self)
-        verdicts.attach(self)
+        decisions.attach(self)
     except ConfigError as error:
         logger.error("sglang-hc: %s", error)
         logger.debug("refused here", exc_info=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,25 +18,26 @@ from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.direct import DirectRows
 from sglang_hc.capture.saving import DeviceState, HiddenPath
 from sglang_hc.capture.snapshots import ScatterQueue, Snapshots
-from sglang_hc.config import GIB, ConfigError, HcConfig
+from sglang_hc.config import GIB, ConfigError, HcConfig, shared_directory
 from sglang_hc.device.copy_stream import CopyStream, SideStream, copy_stream_for
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.device.gather_scatter import gather
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
-from sglang_hc.policy.cost_correction import CorrectedCosts
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
+from sglang_hc.profile_file import CachedProfile
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.queue_view import QueueRules, QueueView
 from sglang_hc.queue.requests import Serial
 from sglang_hc.ranks.agreement import Ranks
-from sglang_hc.restore.cost_watch import CostWatch, timer_for
+from sglang_hc.restore.cost_observer import CostObserver, timer_for
 from sglang_hc.restore.path import RestorePath, Rotation
 from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt.arguments.server_args import config_of
-from sglang_hc.srt.arguments.storage_backends import remote_store
+from sglang_hc.srt.arguments.storage_backends import remote_key, remote_store
 from sglang_hc.srt.engine import in_place
 from sglang_hc.srt.engine.guard import counters as own_errors
 from sglang_hc.srt.engine.scheduler import BUILDING, OwnScheduler
@@ -48,26 +50,26 @@ from sglang_hc.srt.model.model_state import MODEL_STATE, ModelState, refuse_othe
 from sglang_hc.srt.model.projection import by_sglang, fastest_projection, fastest_stream
 from sglang_hc.srt.model.recompute import LayerRecomputer, recomputer_for
 from sglang_hc.srt.model.rotation import checked_rotation
+from sglang_hc.srt.ranks.decisions import ranks_of
 from sglang_hc.srt.ranks.replicas import Place, directories, host_share, place_of
 from sglang_hc.srt.ranks.start_group import StartGroup
-from sglang_hc.srt.ranks.verdicts import ranks_of
 from sglang_hc.srt.scheduling.speculation import draft_layers
 from sglang_hc.srt.start.recording import recorder_of
 from sglang_hc.srt.tree.audit import audit_of
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.prerestored import PrerestoredBlocks
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
-from sglang_hc.store.block_io import BlockIo, OwnDisk
+from sglang_hc.store.block_io import BlockIo, LocalBlockIo
+from sglang_hc.store.chain import Chain
 from sglang_hc.store.disk import DirectoryError, DiskStore, StoredModel, Upkeep
-from sglang_hc.store.disk.format import WHOLE
+from sglang_hc.store.disk.format import part_of
 from sglang_hc.store.disk.threads import DiskThreads
-from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.executor import ThreadExecutor
 from sglang_hc.store.host_memory import HostMemory, MemorySpec
 from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.known_blocks import KnownBlocks
+from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.store.read_watch import not_observed
-from sglang_hc.store.remote import Chain, RemoteBlocks
-from sglang_hc.store.remote.envelope import fingerprint_of_part
 from sglang_hc.tiers.mover import BlockMover
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
@@ -98,7 +100,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     ttl = TimeToLive(config.ttl) if config.ttl else None
     host = HostTier(BlockTree(fingerprint), pool.num_slots, policy, ttl)
     planner = _planner(model, device, counters, ranks)
-    disk = _disk(model, pool, fingerprint, host, planner, counters, ranks)
+    disk = _lower_tier(model, pool, fingerprint, host, planner, counters, ranks)
     retention = Retention(host, disk, pins, wanted, ranks.clock)
 
     # What moves them: to host memory for waiting requests, to the device, and from there.
@@ -112,16 +114,23 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     copies, side = device.copy_stream, _side_stream(model, device, layout.shape)
     ring = StagingRing.sized_for(layout.shape, device.pool.device, copies, runner.ps.tp_size > 1)
     path = RestorePath(pool, device.pool, ring, device.recomputer, side, device.rotation)
-    restorer = Restorer(host, path, planner, _watch(model, device, planner), counters, ranks)
+    observer = profile = None
+    if state.cost is not None and ranks.count == 1:
+        # What one rank sees corrects no costs of several, which must decide alike.
+        observer = CostObserver(state.cost, layout, timer_for(copies), copies)
+    restorer = Restorer(host, path, planner, observer, counters, ranks)
     compute = ComputeStream.of(runner)
     ahead = PrerestoredBlocks(model.allocator, restorer, compute)
     queue = QueueView(host, disk, window, rules, planner, hints, mover, ahead.drop_unproven)
     capture = _capture(model, device, memory, host, disk, scatters, ranks)
 
     # What SGLang sees of it.
+    if state.cost is not None and config.profile is None and not state.group.rank:
+        profile = CachedProfile(state.cost)  # rank 0 keeps what it learns; a user's stays as it is
     exact = device.exactness
     tiers = Tiers(
-        host, disk, capture, restorer, queue, retention, exact, ranks, own_errors, recorder
+        *(host, disk, capture, restorer, queue, retention, exact, ranks),
+        *(own_errors, recorder, profile),
     )
     order = None
     if config.eviction == "queue" and model.params.eviction_policy.lower() == "lru":
@@ -275,44 +284,51 @@ def _host_memory(model: Model, device: Device, layout: BlockLayout) -> HostMemor
 # -- below host memory ---------------------------------------------------------------------------
 
 
-def _directories(
-    model: Model, pool: HostPool, fingerprint: bytes, counters: Counter[str]
-) -> OwnDisk:
-    """Those of `--hc-disk`. Raises ConfigError."""
-    config, place, args = model.config, model.place, model.runner.server_args
-    part = fingerprint_of_part(fingerprint, place.part) if place.part else WHOLE
-    label = str(args.served_model_name or args.model_path)
-    stored = StoredModel.of(pool.layout.chunks(), fingerprint, label, part)
-    try:
-        folders = directories(config, place)
-        store = DiskStore.open(folders, stored, Upkeep(config.ttl or None))
-    except DirectoryError as error:
-        raise ConfigError(str(error)) from None
-    except OSError as error:
-        raise ConfigError(f"--hc-disk: {error}") from None
-    logger.info("sglang-hc: disk tier in %s", ", ".join(folder.path for folder in folders))
-    return DiskThreads(store, pool, counters)
-
-
-def _disk(
+def _lower_tier(
     model: Model, pool: HostPool, fingerprint: bytes, host: HostTier, planner: RestorePlanner,
     counters: Counter[str], ranks: Ranks,
-) -> DiskTier | None:  # fmt: skip
-    """What lies below the host tier: disk, a remote store, both, or nothing."""
+) -> LowerTier | None:  # fmt: skip
+    """What lies below the host tier: disk, a remote store, both, or nothing. Raises ConfigError."""
     below: BlockIo | None = None
-    if model.config.disk:
-        own = _directories(model, pool, fingerprint, counters)
-        below = ranks.blocks(own, model.state.group.least(own.capacity))
-    if model.config.remote is not None:
-        part = fingerprint_of_part(fingerprint, model.place.part)
-        store = remote_store(model.config, pool, part, counters)
-        far = RemoteBlocks(ranks.store(store), counters, ranks.clock)
-        below = far if below is None else Chain(below, far)
+    for own in _stores(model, pool, fingerprint, counters):
+        capacity = model.state.group.least(own.capacity)
+        one = KnownBlocks(ranks.blocks(own, capacity), ranks.clock)
+        below = one if below is None else Chain(below, one)
     if below is None:
         return None
     costs, seconds = planner.costs, planner.block_read_seconds
     on_read = partial(costs.observe_read, planner.plan) if costs is not None else not_observed
-    return DiskTier(below, host, ranks.clock, on_read, ranks.pause, seconds)
+    return LowerTier(below, host, ranks.clock, on_read, ranks.pause, seconds)
+
+
+def _stores(
+    model: Model, pool: HostPool, fingerprint: bytes, counters: Counter[str]
+) -> Iterator[LocalBlockIo]:
+    """Those of `--hc-disk` and `--hc-remote`, of this rank's parts of blocks."""
+    config, args, place = model.config, model.runner.server_args, model.place
+    label, chunks = str(args.served_model_name or args.model_path), pool.layout.chunks()
+    part, upkeep = part_of(fingerprint, place.part), Upkeep(config.ttl or None)
+    stored = partial(StoredModel.of, chunks, fingerprint, label, part)
+
+    def opened(flag: str, paths: Sequence[str], tier: SourceTier, key: Any = None) -> DiskThreads:
+        try:
+            folders = directories(paths, place)
+            store = DiskStore.open(folders, stored(key), upkeep)
+        except DirectoryError as error:
+            raise ConfigError(str(error).replace("--hc-disk", flag)) from None
+        except OSError as error:
+            raise ConfigError(f"{flag}: {error}") from None
+        where = ", ".join(folder.path for folder in folders)
+        logger.info("sglang-hc: %s tier in %s", tier.value, where)
+        return DiskThreads(store, pool, counters, tier=tier)
+
+    if config.disk:
+        yield opened("--hc-disk", config.disk, SourceTier.DISK)
+    shared = shared_directory(config)
+    if shared is not None:
+        yield opened("--hc-remote file", [shared], SourceTier.REMOTE, remote_key(config))
+    elif config.remote is not None:
+        yield remote_store(config, pool, stored(remote_key(config)), counters)
 
 
 # -- restoring and saving ------------------------------------------------------------------------
@@ -324,7 +340,7 @@ def _planner(model: Model, device: Device, counters: Counter[str], ranks: Ranks)
     # Pages lie in the slots of one block then. Of a draft model rows lie behind their block's.
     alone = BLOCK_TOKENS % model.runner.server_args.page_size == 0 and model.draft is None
     return RestorePlanner(
-        CorrectedCosts(state.cost) if state.cost is not None else None,
+        state.cost,
         state.plan,
         device.recomputer is not None and not state.has_stages,
         counters,
@@ -332,15 +348,6 @@ def _planner(model: Model, device: Device, counters: Counter[str], ranks: Ranks)
         always=model.config.restore == "always",
         as_they_come=alone and not state.has_stages,
     )
-
-
-def _watch(model: Model, device: Device, planner: RestorePlanner) -> CostWatch | None:
-    """What one rank sees corrects no costs of several: they must decide alike. Reads are seen
-    alike."""
-    if planner.costs is None or model.state.group.size > 1:
-        return None
-    timer = timer_for(device.copy_stream)
-    return CostWatch(planner.costs, model.state.plan, timer, device.copy_stream)
 
 
 def _can_meet(model: Model, device: Device) -> bool:
@@ -363,7 +370,7 @@ def _side_stream(model: Model, device: Device, shape: StateShape) -> SideStream 
 
 
 def _capture(
-    model: Model, device: Device, memory: HostMemory, host: HostTier, disk: DiskTier | None,
+    model: Model, device: Device, memory: HostMemory, host: HostTier, disk: LowerTier | None,
     scatters: ScatterQueue, ranks: Ranks,
 ) -> Capture:  # fmt: skip
     """Saving copies in the opposite direction of restoring; a GPU does both at the same time."""
@@ -376,5 +383,5 @@ def _capture(
     if pool.layout.kv_layers:
         kv = DirectRows(pool.kv, *ways)
     state = DeviceState(device.pool, taken.taps, taken.verified, hidden, kv)
-    on_ready = disk.spill if disk is not None else lambda node: None
+    on_ready = disk.write_through if disk is not None else lambda node: None
     return Capture(pool.layout, host, scatters, state, on_ready, ranks.clock)

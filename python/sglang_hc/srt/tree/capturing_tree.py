@@ -11,6 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_hc.capture.capture import Capture
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.restore.restorer import Restorer
 from sglang_hc.srt.engine.guard import SglangMethod, method, nothing
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.engine.passes import prefilled, segments_of
@@ -33,6 +34,7 @@ class CapturingTree(DeviceTree):
 
     tiers: Tiers
     capture: Capture
+    restorer: Restorer
     scheduler: OwnScheduler
     compute_stream: ComputeStream
     waiting: SchedulerQueue
@@ -49,7 +51,7 @@ class CapturingTree(DeviceTree):
     def before_forward(self, forward_batch: Any) -> None:
         """A pass is about to run: if it only prefills, its time tells what prefill costs."""
         if forward_batch.forward_mode == ForwardMode.EXTEND:
-            self.tiers.before_pass(prefilled(forward_batch))
+            self.restorer.prefill_begins(prefilled(forward_batch))
 
     def _abandon_pass(self, forward_batch: Any, requests: list[Any]) -> None:
         """The pass was submitted; its restorations are over whatever became of its rows."""

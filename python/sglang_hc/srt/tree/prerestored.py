@@ -137,8 +137,9 @@ class PrerestoredBlocks:
 
     def hand_over(self, request: Serial, path: Sequence[BlockNode], start: int, stop: int) -> Slots:
         """The slots of tokens [start, stop) that hold the K and V of the blocks of `path`; they are
-        the caller's from now on. The request has nothing here any more."""
-        blocks = self.of(request).blocks
+        the caller's from now on. The request keeps nothing here but what is not proven yet."""
+        load = self.of(request)
+        blocks = load.blocks
         numbers = range(-(-start // BLOCK_TOKENS), stop // BLOCK_TOKENS)
         there = {
             n: blocks[n].take_rows()
@@ -146,7 +147,8 @@ class PrerestoredBlocks:
             if n in blocks and blocks[n].proven and _same(blocks[n].node, path[n])
         }
         self._count -= len(there)
-        self.forget([request])
+        if all(blocks[n].proven for n in load.restored):
+            self.forget([request])
         return there
 
     def give_back(self, slots: Slots) -> None:

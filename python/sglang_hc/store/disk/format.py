@@ -1,12 +1,15 @@
 """Bytes of a block file: docs/disk-format.md, repeated as constants and checked.
 
 The checks at the end prove that a file holds the block that was asked for; reads and fsck use them.
+Where servers share a key the digests of chunks are made with it, and so is a MAC of the header.
 
 Never change the magic, VERSION's place in the header, or the meaning of a version once released.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,14 +33,20 @@ LABEL_MAX = 256
 WHOLE = bytes(16)
 """`StoredModel.part` where a store has whole blocks."""
 
-_HEAD = struct.Struct(f"<8sHHHH16s16s16sQII{TOKENS_MAX}s{LABEL_MAX}sI16s28x")
+NO_MAC = bytes(DIGEST_BYTES)
+
+_HEAD = struct.Struct(f"<8sHHHH16s16s16sQII{TOKENS_MAX}s{LABEL_MAX}sI16s16s12x")
+_MAC = slice(612, 612 + DIGEST_BYTES)
 _START = struct.Struct("<8sHH")
 _ENTRY = struct.Struct("<II16s")
 _DIGEST_PREFIX = struct.Struct("<16s16sII")
 
 
 class Damaged(Exception):
-    """The bytes are not the block that was asked for. The message says what is wrong."""
+    """The bytes are not the block that was asked for. The message says what is wrong, `reason` how
+    it is counted."""
+
+    reason = "damaged"
 
 
 class FormatError(Damaged):
@@ -46,6 +55,19 @@ class FormatError(Damaged):
     def __init__(self, message: str, version: int | None = None) -> None:
         super().__init__(message)
         self.version = version
+        self.reason = Damaged.reason if version is None else "unknown_version"
+
+
+class Forged(Damaged):
+    """The block is whole, but its writer did not have the key."""
+
+    reason = "forged"
+
+
+class Foreign(Damaged):
+    """The block is whole, but another one, another model's, or of another plan."""
+
+    reason = "foreign"
 
 
 class Chunk(NamedTuple):
@@ -56,10 +78,44 @@ class Chunk(NamedTuple):
     length: int
 
 
-def chunk_digest(block_id: bytes, fingerprint: bytes, layer: int, data: memoryview) -> bytes:
+def chunk_digest(
+    block_id: bytes, fingerprint: bytes, layer: int, data: memoryview, key: bytes | None = None
+) -> bytes:
     """16-byte digest over block identity, fingerprint, layer, length and data of one chunk."""
-    state = xxhash.xxh3_128(_DIGEST_PREFIX.pack(block_id, fingerprint, layer, len(data)))
-    state.update(data)
+    prefix = _DIGEST_PREFIX.pack(block_id, fingerprint, layer, len(data))
+    if key is None:
+        state = xxhash.xxh3_128(prefix)
+        state.update(data)
+        return state.digest()
+    keyed = hashlib.blake2b(prefix, digest_size=DIGEST_BYTES, key=key, person=b"hc chunk")
+    keyed.update(data)
+    return keyed.digest()
+
+
+def part_of(fingerprint: bytes, part: str) -> bytes:
+    """What names the part of each block that a rank has: neither another rank nor a server with
+    other ranks reads it.
+
+    part: which part of how many (`srt.ranks.replicas.Place.part`); empty for whole blocks.
+    """
+    if not part:
+        return WHOLE
+    name = fingerprint + part.encode()
+    return hashlib.blake2b(name, digest_size=ID_BYTES, person=b"hc part").digest()
+
+
+def mac_key(secret: bytes) -> bytes:
+    """32 bytes of key that follow from a secret of any length."""
+    return hashlib.blake2b(secret, digest_size=32, person=b"hc remote key").digest()
+
+
+def _mac(page: memoryview, key: bytes | None) -> bytes:
+    """Of a header up to its digest, without the MAC; NO_MAC without a key."""
+    if key is None:
+        return NO_MAC
+    state = hashlib.blake2b(digest_size=DIGEST_BYTES, key=key, person=b"hc header")
+    state.update(page[: _MAC.start])
+    state.update(page[_MAC.stop : -DIGEST_BYTES])
     return state.digest()
 
 
@@ -77,7 +133,8 @@ def header_bytes_for(chunks: int) -> int:
 class StoredModel:
     """Whose blocks a store holds, and where their chunks lie in a file: behind the header, as in
     the block. label: for people. part: 16 bytes that name which part of each block a rank has
-    (`store.remote.envelope.fingerprint_of_part`); WHOLE for all of it.
+    (`part_of`), and among whom, where they share a key; WHOLE for all of it and no key. key: of
+    digests and MACs (`mac_key`); None for none.
 
     Raises ValueError for a fingerprint of another length than ID_BYTES, and for chunks that leave
     gaps or overlap: a file takes a block's bytes as they are.
@@ -87,6 +144,7 @@ class StoredModel:
     fingerprint: bytes
     label: str
     part: bytes = WHOLE
+    key: bytes | None = None
 
     @classmethod
     def of(
@@ -95,9 +153,14 @@ class StoredModel:
         fingerprint: bytes,
         label: str,
         part: bytes = WHOLE,
+        key: bytes | None = None,
     ) -> StoredModel:
-        """chunks: (layer, offset, length) of `BlockLayout.chunks()`."""
-        return cls(tuple(starmap(Chunk, chunks)), fingerprint, label, part)
+        """chunks: (layer, offset, length) of `BlockLayout.chunks()`. part: as `part_of` says it.
+        Who has no key, or another one, looks for blocks elsewhere and finds none."""
+        if key is not None:
+            names = hashlib.blake2b(part, digest_size=ID_BYTES, key=key, person=b"hc names")
+            part = names.digest()
+        return cls(tuple(starmap(Chunk, chunks)), fingerprint, label, part, key)
 
     def __post_init__(self) -> None:
         for name in (self.fingerprint, self.part):
@@ -131,7 +194,8 @@ class BlockHeader:
 
     table: (layer, length in bytes, digest) of each chunk, in the order they follow the header.
     created: microseconds since 1970. position: blocks before this one in its prefix.
-    label: namespace for people, at most LABEL_MAX bytes of UTF-8. part: see `StoredModel`.
+    label: namespace for people, at most LABEL_MAX bytes of UTF-8. part: see `StoredModel`. mac:
+    NO_MAC where the writer had no key; `pack_into` makes it.
     """
 
     block_id: bytes
@@ -143,6 +207,7 @@ class BlockHeader:
     label: str
     table: tuple[tuple[int, int, bytes], ...]
     part: bytes = WHOLE
+    mac: bytes = NO_MAC
 
     @classmethod
     def of(cls, block: Block, model: StoredModel, created: int, data: memoryview) -> BlockHeader:
@@ -155,7 +220,7 @@ class BlockHeader:
             block.position,
             block.tokens,
             block.namespace,
-            make_table(block.block_id, model.fingerprint, model.chunks, data),
+            make_table(block.block_id, model, data),
             model.part,
         )
 
@@ -163,7 +228,7 @@ class BlockHeader:
     def header_bytes(self) -> int:
         return header_bytes_for(len(self.table))
 
-    def pack_into(self, page: memoryview) -> None:
+    def pack_into(self, page: memoryview, key: bytes | None = None) -> None:
         """Write the header into `page`, which is exactly `header_bytes` long."""
         label = clip_label(self.label).encode()
         if len(self.tokens) > TOKENS_MAX:
@@ -177,7 +242,9 @@ class BlockHeader:
             *(MAGIC, VERSION, len(page) // CHUNK_ALIGN, 0, len(self.table)),
             *(self.block_id, self.parent_id, self.fingerprint, self.created),
             *(len(self.tokens), len(label), self.tokens, label, self.position, self.part),
+            NO_MAC,
         )
+        page[_MAC] = _mac(page, key)
         page[-DIGEST_BYTES:] = xxhash.xxh3_128_digest(page[:-DIGEST_BYTES])
 
     @classmethod
@@ -191,7 +258,7 @@ class BlockHeader:
             raise FormatError("the header does not match its digest")
         fields = _HEAD.unpack_from(page)
         count, block_id, parent_id, fingerprint, created = fields[4:9]
-        token_bytes, label_bytes, tokens, label, position, part = fields[9:]
+        token_bytes, label_bytes, tokens, label, position, part, mac = fields[9:]
         if header_bytes_for(count) != size or token_bytes > TOKENS_MAX or label_bytes > LABEL_MAX:
             raise FormatError("the header contradicts itself")
         return cls(
@@ -204,6 +271,7 @@ class BlockHeader:
             label[:label_bytes].decode("utf-8", "replace"),
             tuple(_ENTRY.iter_unpack(page[_HEAD.size : _HEAD.size + _ENTRY.size * count])),
             part,
+            mac,
         )
 
     def names_its_tokens(self) -> bool:
@@ -232,16 +300,13 @@ def clip_label(label: str) -> str:
 
 
 def make_table(
-    block_id: bytes, fingerprint: bytes, chunks: Sequence[Chunk], data: memoryview
+    block_id: bytes, model: StoredModel, data: memoryview
 ) -> tuple[tuple[int, int, bytes], ...]:
     """Chunk table of a block whose bytes are `data`."""
+    name, key = model.fingerprint, model.key
     return tuple(
-        (
-            layer,
-            length,
-            chunk_digest(block_id, fingerprint, layer, data[offset : offset + length]),
-        )
-        for layer, offset, length in chunks
+        (layer, length, chunk_digest(block_id, name, layer, data[start : start + length], key))
+        for layer, start, length in model.chunks
     )
 
 
@@ -259,18 +324,37 @@ def check_header(page: memoryview, block_id: bytes, model: StoredModel) -> Block
     header = BlockHeader.unpack(page)
     found = header.block_id, header.fingerprint, header.part
     if found != (block_id, model.fingerprint, model.part):
-        raise Damaged("the file holds another block")
+        raise Foreign("the file holds another block")
     listed = [(layer, length) for layer, length, _ in header.table]
     if listed != [(chunk.layer, chunk.length) for chunk in model.chunks]:
-        raise Damaged("the file holds other layers")
+        raise Foreign("the file holds other layers")
+    if not hmac.compare_digest(header.mac, _mac(page[: model.header_bytes], model.key)):
+        raise Forged("the block was written without the key")
     return header
 
 
-def check_chunk(header: BlockHeader, index: int, data: memoryview) -> None:
+def check_chunk(
+    header: BlockHeader, index: int, data: memoryview, key: bytes | None = None
+) -> None:
     """Raises Damaged when `data` is not chunk `index` of the header's table."""
     layer, _, digest = header.table[index]
-    if chunk_digest(header.block_id, header.fingerprint, layer, data) != digest:
+    found = chunk_digest(header.block_id, header.fingerprint, layer, data, key)
+    if not hmac.compare_digest(found, digest):
         raise Damaged(f"layer {layer} does not match its digest")
+
+
+def seal_block(
+    page: memoryview, data: memoryview, block: Block, model: StoredModel, created: int
+) -> None:
+    """Write the header of a block whose bytes are `data` into `page`, of `model.header_bytes`."""
+    BlockHeader.of(block, model, created, data).pack_into(page, model.key)
+
+
+def check_block(page: memoryview, data: memoryview, block_id: bytes, model: StoredModel) -> None:
+    """Raises Damaged unless `page` and `data` are the header and the bytes of this block."""
+    header = check_header(page, block_id, model)
+    for index, (_, start, length) in enumerate(model.chunks):
+        check_chunk(header, index, data[start : start + length], model.key)
 
 
 def read_header(read: ReadAt) -> BlockHeader:
@@ -287,7 +371,8 @@ def read_header(read: ReadAt) -> BlockHeader:
 
 def check_file(read: ReadAt, block_id: bytes, file_bytes: int) -> BlockHeader:
     """The header, if everything in the file of a block of any model is in order and it is the block
-    that its name says. file_bytes: that it has. Raises Damaged, and OSError."""
+    that its name says. Whoever has no key can prove the header alone of a block that was written
+    with one. file_bytes: that it has. Raises Damaged, and OSError."""
     header = read_header(read)
     if header.block_id != block_id:
         raise Damaged("the file holds another block than its name says")
@@ -300,7 +385,8 @@ def check_file(read: ReadAt, block_id: bytes, file_bytes: int) -> BlockHeader:
         data = aligned_buffer(length)
         if read([data], offset) < length:
             raise Damaged(f"the file ends in layer {layer}")
-        check_chunk(header, index, data)
+        if header.mac == NO_MAC:
+            check_chunk(header, index, data)
         offset += length
     if offset != file_bytes:
         raise Damaged("the file is longer than its block")

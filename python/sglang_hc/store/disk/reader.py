@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from sglang_hc.store.disk.backend import File, ThreadMemory
 from sglang_hc.store.disk.directory import Directory
-from sglang_hc.store.disk.format import Chunk, Damaged, check_chunk, check_header
+from sglang_hc.store.disk.format import Chunk, Damaged, Forged, check_block
 from sglang_hc.store.outcome import Outcome
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ class BlockReader:
         except _TimedOut:
             return Outcome.TIMED_OUT
         except (Damaged, IsADirectoryError) as problem:
+            directory.count("forged", isinstance(problem, Forged))
             # The file of a block that is evicted while it is read gets other bytes.
             return Outcome.DAMAGED if self._drop(block_id, problem) else Outcome.MISSING
         except OSError as problem:
@@ -76,9 +77,7 @@ class BlockReader:
                 raise _TimedOut
             if file.read(buffers, offset) < sum(map(len, buffers)):
                 raise Damaged("the file ends inside the block")
-        header = check_header(page, read.block_id, model)
-        for number, (_, start, length) in enumerate(model.chunks):
-            check_chunk(header, number, read.into[start : start + length])
+        check_block(page, read.into, read.block_id, model)
 
     def _drop(self, block_id: bytes, problem: Exception) -> bool:
         """Remove a block that cannot be served. False when it was not there any more."""

@@ -1,6 +1,6 @@
 """What servers share that have one directory open: the bytes that its files take, and who they are.
 
-    lock            held for microseconds by whoever makes room or takes it; text: bytes taken
+    lock            held by whoever makes room or takes it; text: bytes taken
     servers/NAME    locked by a server as long as it lives
     new/NAME-N-SIZE a block that a server is writing, and the bytes that it counts for
 
@@ -10,10 +10,12 @@ server was writing when it ended is removed, and counted no more, by the next th
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -23,6 +25,12 @@ LOCK_NAME = "lock"
 SERVERS = "servers"
 NEW = "new"
 _NUMBER_BYTES = 20
+
+LOCK_S = 20.0
+"""Longest that somebody waits for the lock: a server that is stopped may hold it for ever. To count
+the files of a large directory may take seconds."""
+
+_LONGEST_NAP_S = 0.002
 
 
 class Ledger:
@@ -44,9 +52,10 @@ class Ledger:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """No other thread and no other server is in here. Raises OSError."""
+        """No other thread and no other server is in here. Raises OSError, also for a lock that does
+        not come within LOCK_S."""
         with self._mine:
-            fcntl.flock(self._file, fcntl.LOCK_EX)
+            self._lock()
             try:
                 while not os.fstat(self._file).st_nlink:  # removed: others have another one
                     self._open_again()
@@ -54,11 +63,22 @@ class Ledger:
             finally:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
 
+    def _lock(self) -> None:
+        end, nap = time.monotonic() + LOCK_S, 0.00005
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            if time.monotonic() >= end:
+                raise TimeoutError(errno.ETIMEDOUT, "another server does not give its lock back")
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP_S)
+
     def _open_again(self) -> None:
         fresh, old = self._open(), self._file
         self._file = fresh
         os.close(old)
-        fcntl.flock(fresh, fcntl.LOCK_EX)
+        self._lock()
 
     @property
     def used(self) -> int | None:

@@ -1,4 +1,4 @@
-"""The disk store behind `BlockIo`: each directory has threads that read and threads that write."""
+"""The disk store as a `LocalBlockIo`: each directory has threads that read and some that write."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import WRITE_QUEUE, BlockDone, SlotRead, SlotWrite
 from sglang_hc.store.disk.directory import Directory
-from sglang_hc.store.disk.finding import Finder
 from sglang_hc.store.disk.reader import Read
 from sglang_hc.store.disk.store import DiskStore
 from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.jobs import JobThread, Question
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.workers import Workers
 from sglang_hc.tree.forgetting import Forgetting
@@ -47,13 +47,14 @@ PATIENCE = Patience()
 
 
 class DiskThreads:
-    """BlockIo on threads of this process. Each directory has its own, so that one that hangs holds
-    up nobody but those who wait for its blocks, and those for `Patience.silent_s`.
+    """Threads of this process. Each directory has its own, so that one that hangs holds up nobody
+    but those who wait for its blocks, and those for `Patience.silent_s`.
 
-    counts: gets with each poll what no answer tells. patience: None for PATIENCE.
+    counts: gets with each poll what no answer tells. patience: None for PATIENCE. tier: what these
+    directories are to the server: REMOTE for the one of `--hc-remote file`.
     """
 
-    name = "disk"
+    has_record = rests = True
 
     def __init__(
         self,
@@ -61,15 +62,18 @@ class DiskThreads:
         pool: HostPool,
         counts: Counter[str],
         patience: Patience | None = None,
+        tier: SourceTier = SourceTier.DISK,
     ) -> None:
         self.patience = patience or PATIENCE
+        self.tier = tier
+        self.name = "disk" if tier is SourceTier.DISK else "file"
         self._store = store
         self._pool = pool
         self.counts = counts
         self._counted: Counter[str] = Counter()
         self._done: deque[BlockDone] = deque()
         self._has_named = False
-        self._finder = Finder(store)
+        self._questions: JobThread[Question] = JobThread("hc-find", self._find)
         self._erasing: Workers[_Erasing] = Workers("hc-erase", self._erase)
         self._reads: dict[Directory, Workers[SlotRead]] = {}
         self._writes: dict[Directory, Workers[tuple[int, SlotWrite]]] = {}
@@ -86,8 +90,13 @@ class DiskThreads:
     def contains(self, block_ids: Sequence[bytes]) -> int:
         return self._store.contains(block_ids)
 
-    def sources(self, block_ids: Sequence[bytes]) -> list[SourceTier]:
-        return [SourceTier.DISK] * len(block_ids)
+    @property
+    def is_shared(self) -> bool:
+        return bool(self._store.shared_with)
+
+    @property
+    def hangs(self) -> bool:
+        return not self._store.in_use()
 
     def changes(self) -> Mapping[bytes, bool]:
         changed = self._store.take_changes()
@@ -96,22 +105,20 @@ class DiskThreads:
         here = self._store.contains
         return {name: bool(here([name])) for name in changed}
 
-    def ask(self, block_ids: Sequence[bytes]) -> bool:
-        if not self._store.shared_with:
-            return False
-        unknown = block_ids[self._store.contains(block_ids) :]
-        return bool(unknown) and self._finder.ask(unknown)
+    def look_up(self, ticket: int, block_ids: Sequence[bytes], deadline: float) -> None:
+        """As in `LocalBlockIo`. While one takes too long nothing else is looked up."""
+        if self._questions.stuck:
+            self.answer(ticket, Outcome.TIMED_OUT)
+        else:
+            self._questions.submit(Question(ticket, deadline, block_ids))
 
-    def wants(self, block_id: bytes) -> bool:
-        return not self._store.contains((block_id,))
-
-    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
+    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> None:
         for directory in self._store.order(block.block_id):
             if len(self._writes[directory]) < max(1, WRITE_QUEUE // len(self._writes)):
                 write = SlotWrite(ticket, block, slot, deadline)
                 self._writes[directory].submit((self._store.clearings, write))
-                return True
-        return False
+                return
+        self.answer(ticket, Outcome.DROPPED)
 
     def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
         directory = self._store.directory_of(block_id)
@@ -124,8 +131,9 @@ class DiskThreads:
         self._watch()
         before, self._counted = self._counted, self._store.counters()
         for name, more in (self._counted - before).items():
-            self.counts[f"disk_{name}"] += more
-        return [self._done.popleft() for _ in range(len(self._done))]
+            self.counts[f"{self.tier.value}_{name}"] += more
+        found = [question.done(self.tier) for question in self._questions.take_done()]
+        return found + [self._done.popleft() for _ in range(len(self._done))]
 
     def touch(self, block_ids: Sequence[bytes]) -> None:
         self._store.touch(block_ids)
@@ -141,8 +149,10 @@ class DiskThreads:
         return 1
 
     def levels(self) -> dict[str, int]:
-        store = self._store
-        return {"disk_blocks": len(store), "disk_directories": len(store.in_use())}
+        blocks, directories = len(self._store), len(self._store.in_use())
+        if self.tier is SourceTier.REMOTE:
+            return {"remote_blocks": blocks}
+        return {"disk_blocks": blocks, "disk_directories": directories}
 
     def close(self) -> None:
         """As in BlockIo, for a while; what hangs is left behind, its directory open."""
@@ -150,7 +160,7 @@ class DiskThreads:
         if not self._erasing.close(close_s):
             logger.error("sglang-hc: erasing is not over; the directories are left open")
             return
-        self._finder.close(close_s)
+        self._questions.close(close_s)
         directories = self._store.directories
         closing = Workers[Directory]("hc-close", self._close, threads=len(directories))
         for directory in directories:
@@ -174,7 +184,16 @@ class DiskThreads:
 
     def answer(self, ticket: int, outcome: Outcome, blocks: int = 0) -> None:
         """Say how an operation ended. Any thread."""
-        self._done.append(BlockDone(ticket, outcome, "disk", time.monotonic(), blocks))
+        self._done.append(BlockDone(ticket, outcome, self.tier.value, time.monotonic(), blocks))
+
+    def _find(self, asked: list[Question]) -> None:
+        """Others may have stored what is not known here."""
+        for question in asked:
+            for block_id in question.block_ids or ():
+                if not (self._store.contains((block_id,)) or self._store.find(block_id)):
+                    break
+                question.blocks += 1
+            question.complete(Outcome.OK)
 
     def _erase(self, asked: list[_Erasing]) -> None:
         for ticket, what in asked:

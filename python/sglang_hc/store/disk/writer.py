@@ -18,7 +18,7 @@ from sglang_hc.store.block import Block
 from sglang_hc.store.disk.backend import FULL, ThreadMemory
 from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.eviction import Evictor
-from sglang_hc.store.disk.format import BlockHeader
+from sglang_hc.store.disk.format import seal_block
 from sglang_hc.store.outcome import GOOD, Outcome
 
 logger = logging.getLogger(__name__)
@@ -128,9 +128,8 @@ class BlockWriter:
         """A file with the block in it; False when there is no room. Raises OSError, and leaves none
         then."""
         model, backend, evictor = directory.model, directory.backend, self._evictors[directory]
-        header = BlockHeader.of(block, model, int(directory.clock() * 1e6), data)
-        page = self._pages.get(header.header_bytes)
-        header.pack_into(page)
+        page = self._pages.get(model.header_bytes)
+        seal_block(page, data, block, model, int(directory.clock() * 1e6))
         path = directory.membership.path_of(next(self._numbers), model.file_bytes)
         file = evictor.make_file(path)
         if file is None:

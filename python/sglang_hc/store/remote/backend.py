@@ -9,7 +9,6 @@ from typing import Protocol
 import numpy as np
 
 from sglang_hc.store.host_pool import Bytes
-from sglang_hc.store.remote.envelope import HEADER_BYTES
 
 FRAME_BYTES = 64 << 20
 """Memory for envelopes on their way, per direction."""
@@ -27,9 +26,10 @@ class Frames:
     bytes: shape (frames, envelope bytes) uint8.
     """
 
-    def __init__(self, slot_bytes: int) -> None:
-        self.slot_bytes = slot_bytes
-        size = HEADER_BYTES + slot_bytes
+    def __init__(self, header_bytes: int, block_bytes: int) -> None:
+        """Sizes of a block's header and of the block; whole pages both."""
+        self._header_bytes = header_bytes
+        size = header_bytes + block_bytes
         each = min(MOST_FRAMES, max(1, FRAME_BYTES // size))
         self.for_loads = range(each)
         self.for_saves = range(each, 2 * each)
@@ -38,13 +38,13 @@ class Frames:
         self.bytes: Bytes = np.frombuffer(self.buffer, dtype=np.uint8).reshape(2 * each, size)
 
     def header(self, frame: int) -> Bytes:
-        """Shape (HEADER_BYTES,)."""
-        part: Bytes = self.bytes[frame, :HEADER_BYTES]
+        """Shape (header bytes,)."""
+        part: Bytes = self.bytes[frame, : self._header_bytes]
         return part
 
     def payload(self, frame: int) -> Bytes:
-        """Shape (slot_bytes,)."""
-        part: Bytes = self.bytes[frame, HEADER_BYTES:]
+        """Shape (block bytes,)."""
+        part: Bytes = self.bytes[frame, self._header_bytes :]
         return part
 
 
@@ -57,7 +57,7 @@ class RemoteBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """For people, such as `HiCacheFile`."""
+        """For people, such as `MooncakeStore`."""
 
     def exists(self, keys: Sequence[str]) -> int:
         """How many of the first keys are there without a gap."""

@@ -53,6 +53,8 @@ def _lines(report: DirectoryReport) -> list[str]:
     lines = [
         f"{report.path}: {report.blocks} blocks verify, {report.bytes_verified / 1e6:.1f} MB read"
     ]
+    if report.keyed:
+        lines.append(f"  of {report.keyed} of them only the header: they were written with a key")
     for finding in report.findings[:_SHOWN]:
         state = "removed" if finding.repaired else "NOT removed"
         lines.append(f"  {finding.path}: {finding.detail} ({state})")

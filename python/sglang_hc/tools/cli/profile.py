@@ -55,6 +55,4 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise UsageError(f"--output: {output} cannot be written ({error})") from error
     print(f"{output}: {cost.fingerprint}")
-    for complaint in cost.complaints():
-        print(f"warning: {complaint}")
     return 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from sglang_hc.store.disk.backend import DirectBackend
 from sglang_hc.store.disk.folders import ModelFolder, fingerprint_of, model_folders
-from sglang_hc.store.disk.format import Damaged, check_file
+from sglang_hc.store.disk.format import NO_MAC, Damaged, check_file
 from sglang_hc.store.disk.sharing import Ledger
 from sglang_hc.tools.disk.summary import find_root
 
@@ -28,10 +28,12 @@ class Finding:
 
 @dataclass
 class DirectoryReport:
-    """Result for one directory. blocks: that verify."""
+    """Result for one directory. blocks: that verify; keyed: those of them whose chunks only servers
+    with their key can prove."""
 
     path: str
     blocks: int = 0
+    keyed: int = 0
     bytes_verified: int = 0
     findings: list[Finding] = field(default_factory=list)
 
@@ -60,12 +62,13 @@ def _check_block(
     the file that was read is written over then."""
     before = _inode(folder, block_id)
     try:
-        _verify(folder, block_id)
+        is_keyed = _verify(folder, block_id)
     except FileNotFoundError:
         return None
     except (Damaged, OSError) as problem:
         return problem if _inode(folder, block_id) == before else None
     report.blocks += 1
+    report.keyed += is_keyed
     report.bytes_verified += folder.file_bytes
     return None
 
@@ -78,8 +81,8 @@ def _inode(folder: ModelFolder, block_id: bytes) -> int | None:
         return None
 
 
-def _verify(folder: ModelFolder, block_id: bytes) -> None:
-    """Raises Damaged, OSError."""
+def _verify(folder: ModelFolder, block_id: bytes) -> bool:
+    """Whether a block was written with a key. Raises Damaged, OSError."""
     path = folder.block_path(block_id)
     size = os.stat(path).st_size
     if size != folder.file_bytes:
@@ -88,6 +91,7 @@ def _verify(folder: ModelFolder, block_id: bytes) -> None:
         header = check_file(file.read, block_id, size)
     if (header.fingerprint, header.part) != fingerprint_of(folder):
         raise Damaged("the block is of another model than its folder")
+    return header.mac != NO_MAC
 
 
 def _remove(root: str, folder: ModelFolder, block_id: bytes) -> bool:

@@ -10,7 +10,6 @@ from typing import Any
 
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, PlanError
-from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import restore_alone
 from sglang_hc.policy.restore_plan import RestorePlan, plan_restore
@@ -188,7 +187,7 @@ class GpuCosts(RestorePlanner):
         rates = Rates(machine.flops * model.gpus, self._memory, machine.link, machine.disk)
         self.cost = modelled_costs(model.name, model.shape, rates, model.layer_overhead)
         self.plan = model.layout.plan
-        super().__init__(CorrectedCosts(self.cost), self.plan, True, Counter(), lambda: 0.0)
+        super().__init__(self.cost, self.plan, True, Counter(), lambda: 0.0)
 
     def prefill_seconds(self, tokens: int, context: int) -> float:
         """Prefill of `tokens` new tokens after `context`; 0 for none."""

@@ -1,9 +1,9 @@
-"""Ranks that serve: rank 0's verdicts ride in the stream of requests.
+"""Ranks that serve: rank 0's decisions ride in the stream of requests.
 
 Each rank votes at the beginning of every pass. Rank 0 puts what it has to tell in front of the
-requests that it has received, SGLang brings these to all ranks, and every rank applies the verdicts
-before it handles the requests. So they cost no collective of their own, and a pass without news is
-as long as it was (`ranks.agreement`).
+requests that it has received, SGLang brings these to all ranks, and every rank applies the
+decisions before it handles the requests. So they cost no collective of their own, and a pass
+without news is as long as it was (`ranks.agreement`).
 
 To the tensor-parallel ranks of a stage SGLang broadcasts the requests of a pass, before anybody
 handles them. To the next stage of a pipeline it sends them when they have been handled. Ranks wait
@@ -21,8 +21,8 @@ from sglang.srt.managers.scheduler_components.request_receiver import SchedulerR
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_hc.config import ConfigError
-from sglang_hc.ranks.agreement import ALONE, Agreement, Ranks, Verdicts
-from sglang_hc.ranks.board import VoteBoard
+from sglang_hc.ranks.agreement import ALONE, Agreement, Decisions, Ranks
+from sglang_hc.ranks.board import CompletionBoard
 from sglang_hc.srt.engine.guard import tree_of
 from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.tiers.tiers import Tiers
@@ -32,12 +32,12 @@ def ranks_of(group: StartGroup) -> Ranks:
     """The ranks of a group, which begin to agree here. A collective. Raises ConfigError."""
     if group.size == 1:
         return ALONE
-    own = VoteBoard.create(group.size) if group.rank == 0 else None
+    own = CompletionBoard.create(group.size) if group.rank == 0 else None
     name, now = group.first(lambda: (own.name if own is not None else "", time.monotonic()))
     wrong, board = None, own
     if board is None:
         try:
-            board = VoteBoard.attach(name, group.rank, group.size)
+            board = CompletionBoard.attach(name, group.rank, group.size)
         except OSError as error:
             wrong = f"rank {group.rank} cannot map the memory that rank 0 shares with it ({error})"
     wrong = group.reason(wrong)
@@ -85,13 +85,13 @@ class VotingReceiver(SchedulerRequestReceiver):
 
     def _pull_raw_reqs(self) -> list[Any] | None:
         self.ranks.begin_pass()
-        self.ranks.show(self.tiers.counts)
+        self.ranks.publish_counts(self.tiers.counts)
         requests: list[Any] | None = super()._pull_raw_reqs()
         if self.ranks.rank != 0:
             return requests
         assert requests is not None
-        verdicts = self.ranks.verdicts(self.tiers.patience(), requests=bool(requests))
-        return requests if verdicts is None else [verdicts, *requests]
+        decisions = self.ranks.decisions(self.tiers.patience(), requests=bool(requests))
+        return requests if decisions is None else [decisions, *requests]
 
 
 def attach(scheduler: Any) -> None:
@@ -105,4 +105,4 @@ def attach(scheduler: Any) -> None:
     scheduler.request_receiver = VotingReceiver(
         **same, tiers=tree.tiers, ranks=ranks, next_stage=NextStage(scheduler)
     )
-    scheduler._request_dispatcher += TypeBasedDispatcher([(Verdicts, ranks.apply)])
+    scheduler._request_dispatcher += TypeBasedDispatcher([(Decisions, ranks.apply)])

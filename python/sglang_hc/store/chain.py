@@ -1,4 +1,4 @@
-"""Two holders of blocks behind one `BlockIo`: a disk of this machine, and a store beyond it."""
+"""Two holders of blocks behind one `BlockIo`: disks of this machine, and a store beyond them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone, BlockIo, count_write
-from sglang_hc.store.outcome import GOOD, Outcome
+from sglang_hc.store.outcome import GOOD
 from sglang_hc.tree.forgetting import Forgetting
 
 
@@ -57,13 +57,12 @@ class Chain:
     def wants(self, block_id: bytes) -> bool:
         return self._near.wants(block_id) or self._far.wants(block_id)
 
-    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
+    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> None:
         wanting = [one for one in (self._near, self._far) if one.wants(block.block_id)]
-        taken = [holder.write(ticket, block, slot, deadline) for holder in wanting]
-        if any(taken) and len(taken) == 2:
-            refused = BlockDone(ticket, Outcome.DROPPED, SourceTier.DISK.value)
-            self._twice[ticket] = None if all(taken) else refused
-        return any(taken)
+        if len(wanting) == 2:
+            self._twice[ticket] = None
+        for holder in wanting or [self._near]:
+            holder.write(ticket, block, slot, deadline)
 
     def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
         holder = self._near if self._near.contains((block_id,)) else self._far

@@ -1,6 +1,6 @@
-"""Work on a remote store that the scheduler thread never waits for: jobs with deadlines, a thread.
+"""Work that the scheduler thread never waits for: jobs with deadlines, done by a thread.
 
-A thread that hangs inside a back end cannot be stopped. Its jobs are answered when their deadline
+A thread that hangs inside a call cannot be stopped. Its jobs are answered when their deadline
 passes, and it gets no new ones until it is back.
 """
 
@@ -9,9 +9,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.workers import Workers
 
@@ -19,19 +21,26 @@ from sglang_hc.store.workers import Workers
 class Job:
     """One operation: answered once, by the thread that does it or by its deadline.
 
-    deadline: of a job that is done in one call with others it is the latest of theirs.
-
-    lock: held by the thread while it touches the caller's memory; never across a back end's call.
-    at: when the thread did it, on `time.monotonic`; None when it did not.
+    ticket: see `BlockIo`. deadline: of a job that is done in one call with others it is the latest
+    of theirs. lock: held by the thread while it touches the caller's memory; never across a back
+    end's call.
+    at, blocks: see `BlockDone`.
     """
 
-    def __init__(self, deadline: float) -> None:
+    def __init__(self, ticket: int, deadline: float) -> None:
+        self.ticket = ticket
         self.deadline = deadline
         self.lock = threading.Lock()
         self.outcome: Outcome | None = None
         self.at: float | None = None
+        self.blocks = 0
 
-    def settle(self, outcome: Outcome) -> None:
+    def done(self, tier: SourceTier) -> BlockDone:
+        """The answer, once there is one."""
+        assert self.outcome is not None
+        return BlockDone(self.ticket, self.outcome, tier.value, self.at, self.blocks)
+
+    def complete(self, outcome: Outcome) -> None:
         """Answer, unless it was answered before."""
         with self.lock:
             if self.outcome is None:
@@ -43,6 +52,17 @@ class Job:
             if self.outcome is None:
                 self.outcome = Outcome.TIMED_OUT
             self.lock.release()
+
+
+class Question(Job):
+    """Which blocks are there, or that they go. block_ids: None for all."""
+
+    def __init__(
+        self, ticket: int, deadline: float, block_ids: Sequence[bytes] | None, erases: bool = False
+    ) -> None:
+        super().__init__(ticket, deadline)
+        self.block_ids = block_ids
+        self.erases = erases
 
 
 J = TypeVar("J", bound=Job)
@@ -106,5 +126,5 @@ class JobThread(Generic[J]):
             self._perform(batch)
         finally:
             for job in batch:
-                job.settle(Outcome.IO_ERROR)
+                job.complete(Outcome.IO_ERROR)
             self._running = None

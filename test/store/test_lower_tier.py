@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.store import disk_tier
+from sglang_hc.store import lower_tier
 from sglang_hc.store.block import Block
+from sglang_hc.store.chain import Chain
 from sglang_hc.store.disk.format import LABEL_MAX
-from sglang_hc.store.disk_tier import LENIENCE, READ_DEADLINE_S, DiskTier
+from sglang_hc.store.lower_tier import LENIENCE, READ_DEADLINE_S, LowerTier
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.read_watch import ReadWatch
-from sglang_hc.store.remote import Chain
 from sglang_hc.tree.block_tree import BlockNode
 from support.clock import Clock
 from support.fake_io import FakeIo
@@ -32,7 +32,7 @@ class World:
         self.clock, self.expected, self.seen = Clock(0.0), expected, Reads()
         self.host = host_tier(3 * BLOCKS)
         self.io = FakeIo(clock=self.clock)
-        self.disk = DiskTier(
+        self.disk = LowerTier(
             self.io, self.host, self.clock, self.read, block_seconds=lambda tier: self.expected
         )
 
@@ -161,19 +161,20 @@ def test_a_write_that_failed_is_done_when_its_path_is_used_and_writes_end_well(
     """Blocks stayed in memory alone for as long as they were there, however often they were used,
     and were computed again after that."""
     host, io = host_tier(8), FakeIo(writes_wait=True)
-    disk = DiskTier(io, host)
+    disk = LowerTier(io, host)
     path, (other,) = keep(host, tokens_of("abc")), keep(host, tokens_of("x"))
     for node in path[:2]:
-        disk.spill(node)
+        disk.write_through(node)
     io.end_all(outcome)
     disk.poll()
     io.up = False
-    disk.spill(path[2])
+    disk.write_through(path[2])
+    disk.poll()
     disk.save_again(path)
     io.up = True
     disk.save_again(path)
     assert not io.moves and disk.counters["disk_save_dropped"] == 1, "nothing has ended well yet"
-    disk.spill(other)
+    disk.write_through(other)
     io.end_all()
     disk.poll()
     disk.save_again([other])
@@ -194,14 +195,14 @@ def test_what_only_the_remote_store_took_is_on_disk_too_when_that_is_well_again(
     outcome: Outcome | None, is_first: bool
 ) -> None:
     """A write counted as it ended last, mostly in the store, and the disk never got the block.
-    outcome: of the write to disk; None where it is refused."""
+    outcome: of the write to disk; None where it is dropped at once."""
     host, near, far = host_tier(8), FakeIo(writes_wait=True), FakeIo(writes_wait=True)
-    disk = DiskTier(Chain(near, far), host)
+    disk = LowerTier(Chain(near, far), host)
     path, (other,) = keep(host, tokens_of("ab")), keep(host, tokens_of("x"))
     far.far = {node.block_id for node in [*path, other]}
     near.up = outcome is not None
     for node in path:
-        disk.spill(node)
+        disk.write_through(node)
     near.up = True
     for holder in (near, far) if is_first else (far, near):
         holder.end_all(Outcome.OK if holder is far or outcome is None else outcome)
@@ -209,7 +210,7 @@ def test_what_only_the_remote_store_took_is_on_disk_too_when_that_is_well_again(
     failed = "disk_save_dropped" if outcome is None else f"disk_write_{outcome.value}"
     assert disk.counters == {"remote_saved_blocks": 2, failed: 2}
     assert not any(node.pins for node in path)
-    disk.spill(other)
+    disk.write_through(other)
     for holder in (near, far):
         holder.end_all()
     disk.poll()
@@ -221,15 +222,15 @@ def test_what_only_the_remote_store_took_is_on_disk_too_when_that_is_well_again(
 
 
 def test_so_many_blocks_are_remembered_as_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_tier, "MOST_UNSAVED", 2)
+    monkeypatch.setattr(lower_tier, "MOST_UNSAVED", 2)
     host, io = host_tier(8), FakeIo(writes_wait=True)
-    disk = DiskTier(io, host)
+    disk = LowerTier(io, host)
     path, (other,) = keep(host, tokens_of("abc")), keep(host, tokens_of("x"))
     for node in path:
-        disk.spill(node)
+        disk.write_through(node)
     io.end_all(Outcome.IO_ERROR)
     disk.poll()
-    disk.spill(other)
+    disk.write_through(other)
     io.end_all()
     disk.poll()
     disk.save_again(path)
@@ -239,9 +240,9 @@ def test_so_many_blocks_are_remembered_as_not_written(monkeypatch: pytest.Monkey
 def test_a_write_waits_for_half_a_minute() -> None:
     clock, host = Clock(0.0), host_tier(8)
     io = FakeIo(writes_wait=True, clock=clock)
-    disk = DiskTier(io, host, clock)
+    disk = LowerTier(io, host, clock)
     (node,) = keep(host, tokens_of("a"))
-    disk.spill(node)
+    disk.write_through(node)
     clock.now = 29.9
     disk.poll()
     assert disk.busy and node.pins
@@ -254,23 +255,23 @@ def test_a_write_waits_for_half_a_minute() -> None:
 def test_a_block_is_sent_with_a_label_that_fits(salt: str | None) -> None:
     host, io = host_tier(2), FakeIo()
     sent: list[Block] = []
-    io.write = lambda ticket, block, slot, deadline: not sent.append(block)  # type: ignore[func-returns-value]
-    disk = DiskTier(io, host)
+    io.write = lambda ticket, block, slot, deadline: sent.append(block)
+    disk = LowerTier(io, host)
     (node,) = keep(host, tokens_of("a"), salt)
-    disk.spill(node)
+    disk.write_through(node)
     (block,) = sent
     assert len(block.namespace.encode()) <= LABEL_MAX
 
 
-def saved(words: tuple[str, ...]) -> tuple[DiskTier, FakeIo, dict[str, BlockNode]]:
+def saved(words: tuple[str, ...]) -> tuple[LowerTier, FakeIo, dict[str, BlockNode]]:
     """Paths in host memory and below; the last block of each."""
     host, io = host_tier(16), FakeIo()
-    disk, last = DiskTier(io, host), {}
+    disk, last = LowerTier(io, host), {}
     for word in words:
         keep(host, tokens_of(word))
         path = host.tree.match(path_of(word).prefix).nodes
         for node in path:
-            disk.spill(node)
+            disk.write_through(node)
         last[word] = path[-1]
     disk.drain()
     return disk, io, last
@@ -289,5 +290,5 @@ def test_a_dropped_branch_is_removed_and_nothing_behind_it_is_looked_for_or_writ
     assert disk.trusted(path_of("abz")) == path_of("a")
     assert disk.trusted(path_of("xyz")) == path_of("xyz")
     assert not disk.holds(b.block_id)
-    disk.spill(last["abc"])
+    disk.write_through(last["abc"])
     assert not io.contains([last["abc"].block_id]), "it was written again"

@@ -1,6 +1,6 @@
-"""The disk tier beside the host tier: full blocks spill once, and come back ahead of admission.
+"""Below the host tier: full blocks are written there once, and come back ahead of admission.
 
-    spill      a block whose bytes are in place is written; it stays pinned meanwhile
+    write_through  a block whose bytes are in place is written; it stays pinned meanwhile
     fetch      blocks a queued request needs are read into staged host slots and published in path
                order (tree/promotions.py); which and when, the look at the queue decides
     failure    a block that cannot be written is not on disk; one that cannot be read or verified is
@@ -56,8 +56,9 @@ BlockSeconds = Callable[[SourceTier], float]
 """Seconds that a tier is expected to take for one block of many; 0 when that is not known."""
 
 
-class DiskTier:
-    """Spills blocks of one host tier, and fetches them again. coming: the blocks on their way."""
+class LowerTier:
+    """Writes blocks of one host tier through, and fetches them again. coming: the blocks on
+    their way."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class DiskTier:
         self.coming = Promotions(host)
         self._tickets = itertools.count(1)
         self._reads: dict[int, tuple[Promotion, SourceTier]] = {}
-        self._spills: dict[int, BlockNode] = {}
+        self._writes: dict[int, BlockNode] = {}
         self._given_up: dict[int, int] = {}
         """Slots by the tickets of operations that were given up and not answered since."""
         self._erasures = Erasures(io)
@@ -103,9 +104,9 @@ class DiskTier:
         """Blocks that fit; 0 when that is not known."""
         return self._io.capacity
 
-    # -- spill -----------------------------------------------------------------------------------
+    # -- write through ---------------------------------------------------------------------------
 
-    def spill(self, node: BlockNode) -> None:
+    def write_through(self, node: BlockNode) -> None:
         """A block's bytes are in place: write it, unless it is a tail or on disk already."""
         if not self._usable or not node.is_full or not self._io.wants(node.block_id):
             return
@@ -117,14 +118,11 @@ class DiskTier:
         label = clip_label(node.namespace or "")  # as much of it as a header has room for
         block = Block(node.block_id, parent.block_id, label, len(path) - 1, node.tokens)
         ticket = next(self._tickets)
-        if not self._io.write(ticket, block, node.slot, self.now() + WRITE_DEADLINE_S):
-            self.counters["disk_save_dropped"] += 1
-            self._write_failed(node)
-            return
+        self._io.write(ticket, block, node.slot, self.now() + WRITE_DEADLINE_S)
         for watch in self._watches.values():
             watch.disturbed()
         self._host.pin([node])
-        self._spills[ticket] = node
+        self._writes[ticket] = node
 
     def save_again(self, path: Iterable[BlockNode]) -> None:
         """A path was used: write those of its blocks whose writes failed, if writes end well
@@ -133,7 +131,7 @@ class DiskTier:
             for node in path:
                 if node.block_id in self._unsaved and node.ready and node.moved is None:
                     del self._unsaved[node.block_id]
-                    self.spill(node)
+                    self.write_through(node)
 
     # -- fetch -----------------------------------------------------------------------------------
 
@@ -178,7 +176,7 @@ class DiskTier:
         identity whose bytes it gets. Each has READ_DEADLINE_S, and LENIENCE times what its tier is
         expected to take for it and for each block of that tier before it, those under way
         included."""
-        now, idle = self.now(), not self._spills
+        now, idle = self.now(), not self._writes
         sources = self.sources(block_ids)
         each = {tier: LENIENCE * self._block_seconds(tier) for tier in set(sources)}
         due = {tier: now + READ_DEADLINE_S + self.reading(tier) * each[tier] for tier in each}
@@ -247,8 +245,8 @@ class DiskTier:
                 continue
             if done.outcome is Outcome.STUCK:
                 self._host.withhold([self._slot_of(done.ticket)])
-            if done.ticket in self._spills:
-                self._end_spill(self._spills.pop(done.ticket), done)
+            if done.ticket in self._writes:
+                self._end_write(self._writes.pop(done.ticket), done)
                 continue
             promotion, tier = self._reads.pop(done.ticket)
             self._watches[tier].came(done.outcome, done.at, now)
@@ -262,7 +260,7 @@ class DiskTier:
         if came:
             self.coming.complete(came, now)
         if len(self._erasures):
-            self._erasures.go_on(self._spills.keys(), now)
+            self._erasures.go_on(self._writes.keys(), now)
 
     @property
     def busy(self) -> int:
@@ -272,7 +270,7 @@ class DiskTier:
     @property
     def _moving(self) -> int:
         """Of these, what is on its way to a slot or from one."""
-        return len(self._spills) + len(self._reads)
+        return len(self._writes) + len(self._reads)
 
     def drain(self) -> None:
         """Wait until nothing is on its way to a slot or from one, for at most DRAIN_S: slots that
@@ -287,15 +285,15 @@ class DiskTier:
             self._pause()
 
     def _give_up(self) -> None:
-        tickets = (*self._spills, *self._reads)
+        tickets = (*self._writes, *self._reads)
         slots = {ticket: self._slot_of(ticket) for ticket in tickets}
         logger.error("sglang-hc: given up: %d blocks not read or written in time", len(slots))
         self._take_in([BlockDone(ticket, Outcome.STUCK, "disk") for ticket in slots])
         self._given_up |= slots
 
     def _slot_of(self, ticket: int) -> int:
-        if ticket in self._spills:
-            return self._spills[ticket].slot
+        if ticket in self._writes:
+            return self._writes[ticket].slot
         return self._reads[ticket][0].slot
 
     def disown(self) -> None:
@@ -316,7 +314,7 @@ class DiskTier:
         when every tier has answered."""
         writes = {
             ticket
-            for ticket, node in self._spills.items()
+            for ticket, node in self._writes.items()
             if what is not None and what.names(node.namespace)
         }
         self._erasures.ask(next(self._tickets), what, block_ids, writes, self.now(), ended)
@@ -330,7 +328,7 @@ class DiskTier:
         self.drain()
         self._io.close()
 
-    def _end_spill(self, node: BlockNode, done: BlockDone) -> None:
+    def _end_write(self, node: BlockNode, done: BlockDone) -> None:
         self._host.unpin([node])
         count_write(self.counters, done)
         if done.outcome in GOOD:

@@ -1,0 +1,244 @@
+"""A store behind `BlockIo`: remembers what it was told of the store.
+
+    contains   answers from what is known
+    ask        what is not known is looked up
+    read       fetches a block; what comes proves whether the store really has it
+    write      stores a block; beyond a bound a save is dropped
+
+A store that raises, hangs, or hands out bytes that are not the block is a miss and a counter. One
+that keeps failing is left alone for a while, unless it does so by itself; the log says so. Decides
+by the answers and the clock alone, so several ranks that get the same answers at the same time
+decide alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.store.block import Block
+from sglang_hc.store.block_io import WRITE_QUEUE, BlockDone, LocalBlockIo
+from sglang_hc.store.circuit_breaker import CircuitBreaker
+from sglang_hc.store.outcome import Outcome
+from sglang_hc.store.presence import Presence, PresenceCache
+from sglang_hc.tree.forgetting import Forgetting
+
+logger = logging.getLogger(__name__)
+
+SAVE_QUEUE = 64
+"""Blocks that may wait to be written to a remote store, each call of which may take long."""
+
+LOOKUP_QUEUE = 256
+"""Questions that may be open; beyond it a block counts as absent."""
+
+LOOKUP_S = 2.0
+"""Longest that a request may wait for the answer to a question; as a rule a round trip."""
+
+_AFTER = {
+    Outcome.MISSING: Presence.ABSENT,
+    Outcome.TIMED_OUT: Presence.ABSENT,
+    Outcome.DAMAGED: Presence.USELESS,
+    Outcome.IO_ERROR: Presence.USELESS,
+    Outcome.STUCK: Presence.ABSENT,
+}
+"""What a failed read says about the block, where the store has no record of its own."""
+
+_UNWELL = (Outcome.STUCK, Outcome.IO_ERROR, Outcome.TIMED_OUT)
+
+
+class KnownBlocks:
+    """See the module, and `BlockIo` for the contract. Belongs to the scheduler thread. Tickets of
+    its own questions are below zero, those of callers are not."""
+
+    def __init__(self, store: LocalBlockIo, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: the one that deadlines are on."""
+        self.counts = store.counts
+        self._store = store
+        self._clock = clock
+        self._presence = PresenceCache(clock)
+        self._tickets = itertools.count(-1, -1)
+        self._questions: dict[int, Sequence[bytes]] = {}
+        """Identities by ticket."""
+        self._erasures: dict[int, Sequence[bytes] | None] = {}
+        """By ticket, None for all blocks."""
+        self._asked: set[bytes] = set()
+        self._reads: dict[int, bytes] = {}
+        self._writes: dict[int, bytes] = {}
+        self._answers: list[BlockDone] = []
+        self._cleared = True
+        self._reading, self._saving = CircuitBreaker(clock), CircuitBreaker(clock)
+        self._most_writes = WRITE_QUEUE if store.has_record else SAVE_QUEUE
+
+    @property
+    def name(self) -> str:
+        """The store's, for people."""
+        return self._store.name
+
+    @property
+    def capacity(self) -> int:
+        return self._store.capacity
+
+    # -- BlockIo ---------------------------------------------------------------------------------
+
+    def contains(self, block_ids: Sequence[bytes]) -> int:
+        return self._leading(block_ids) if self._readable else 0
+
+    def sources(self, block_ids: Sequence[bytes]) -> list[SourceTier]:
+        return [self._store.tier] * len(block_ids)
+
+    def ask(self, block_ids: Sequence[bytes]) -> bool:
+        """As in BlockIo; an answer is on its way for at most LOOKUP_S."""
+        if not (self._store.is_shared and self._readable):
+            return False
+        found = self._leading(block_ids)
+        if found == len(block_ids):
+            return False
+        first = block_ids[found]
+        if self._presence.state(first) is None and first not in self._asked:
+            self._look_up(block_ids[found:])
+        return first in self._asked
+
+    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
+        if self._readable:
+            self._reads[ticket] = block_id
+            self._store.read(ticket, block_id, slot, deadline)
+        else:
+            self._at_once(ticket, Outcome.MISSING)
+
+    def wants(self, block_id: bytes) -> bool:
+        there = self._leading((block_id,)) > 0
+        return not there and self._presence.state(block_id) is not Presence.USELESS
+
+    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> None:
+        if not self.wants(block.block_id):
+            self._at_once(ticket, Outcome.DUPLICATE)
+        elif len(self._writes) >= self._most_writes or not self._saving.allows():
+            self._at_once(ticket, Outcome.DROPPED)
+        else:
+            self._writes[ticket] = block.block_id
+            self._store.write(ticket, block, slot, deadline)
+
+    def poll(self) -> list[BlockDone]:
+        ended = self._store.poll()
+        done, self._answers = self._answers, []
+        for answer in ended:
+            if answer.ticket in self._questions:
+                self._answered(answer)
+                continue
+            if answer.ticket in self._erasures:
+                self._end_erasure(answer)
+            else:
+                self._note(answer)
+            done.append(answer)
+        return done
+
+    def touch(self, block_ids: Sequence[bytes]) -> None:
+        self._store.touch(block_ids)
+
+    def expect(self, uses: Mapping[bytes, float | None]) -> None:
+        self._store.expect(uses)
+
+    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> int:
+        """As in BlockIo. None empties a remote store of everybody's blocks, as SGLang's own tiers
+        do: nothing is looked up until that is through; if it fails, until a restart."""
+        if what is None:
+            self._cleared = self._store.has_record
+        self._erasures[ticket] = None if what is None else block_ids
+        return self._store.erase(ticket, what, block_ids)
+
+    def levels(self) -> dict[str, int]:
+        """With whether a remote store is asked at present."""
+        found = self._store.levels()
+        if self._store.tier is SourceTier.REMOTE:
+            usable = self._readable and self._saving.allows() and not self._store.hangs
+            found["remote_usable"] = int(usable)
+        return found
+
+    def close(self) -> None:
+        self._store.close()
+
+    # -- inner parts -----------------------------------------------------------------------------
+
+    @property
+    def _readable(self) -> bool:
+        return self._cleared and self._reading.allows()
+
+    def _leading(self, block_ids: Sequence[bytes]) -> int:
+        """How many of the first identities are known to be there."""
+        if self._store.has_record:
+            return self._store.contains(block_ids)
+        return self._presence.leading(block_ids)
+
+    def _at_once(self, ticket: int, outcome: Outcome) -> None:
+        """Answer what the store is not asked for; it must not wait behind what it is asked for."""
+        self._answers.append(BlockDone(ticket, outcome, self._store.tier.value))
+
+    def _look_up(self, block_ids: Sequence[bytes]) -> None:
+        tier = self._store.tier.value
+        if len(self._questions) >= LOOKUP_QUEUE:
+            self.counts[f"{tier}_lookup_dropped"] += 1
+            self._presence.note(block_ids[0], Presence.ABSENT)
+            return
+        ticket = next(self._tickets)
+        self._asked.update(block_ids)
+        self._questions[ticket] = block_ids
+        self._store.look_up(ticket, block_ids, self._clock() + LOOKUP_S)
+        self.counts[f"{tier}_lookups"] += 1
+
+    def _answered(self, done: BlockDone) -> None:
+        block_ids = self._questions.pop(done.ticket)
+        good = done.outcome is Outcome.OK
+        self._asked.difference_update(block_ids)
+        self._judge(self._reading, done.outcome, "lookups and reads")
+        if not good:
+            self.counts[f"{done.tier}_lookup_{done.outcome.value}"] += 1
+        count = done.blocks if good else 0
+        if not self._store.has_record:
+            for block_id in block_ids[:count]:
+                self._presence.note(block_id, Presence.PRESENT)
+        for block_id in block_ids[count : count + 1]:
+            self._presence.note(block_id, Presence.ABSENT)
+
+    def _end_erasure(self, done: BlockDone) -> None:
+        block_ids = self._erasures.pop(done.ticket)
+        good = done.outcome is Outcome.OK
+        if block_ids is None:
+            self._presence.clear()
+            self._cleared = good or self._store.has_record
+        elif good and not self._store.has_record:
+            for block_id in block_ids:
+                self._presence.note(block_id, Presence.ABSENT)
+
+    def _note(self, done: BlockDone) -> None:
+        """What the end of a read or a write says about the block and the store."""
+        written = self._writes.pop(done.ticket, None)
+        read = self._reads.pop(done.ticket, None)
+        self._judge(
+            self._reading if written is None else self._saving,
+            done.outcome,
+            "lookups and reads" if written is None else "saves",
+        )
+        if self._store.has_record:
+            return
+        if written is not None and done.outcome is Outcome.OK:
+            self._presence.note(written, Presence.PRESENT)
+        elif read is not None and done.outcome is not Outcome.OK:
+            self._presence.note(read, _AFTER[done.outcome])
+
+    def _judge(self, breaker: CircuitBreaker, outcome: Outcome, what: str) -> None:
+        """Note what an answer says about the store's health; make a pause when it keeps failing."""
+        if self._store.rests or outcome in (Outcome.DAMAGED, Outcome.DROPPED):
+            return
+        if outcome not in _UNWELL:
+            breaker.succeeded()
+        elif breaker.failed():
+            self.counts[f"{self._store.tier.value}_pauses"] += 1
+            logger.warning(
+                "sglang-hc: the %s store (%s) keeps failing; %s are off for a while",
+                self._store.tier.value,
+                self.name,
+                what,
+            )

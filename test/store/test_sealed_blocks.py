@@ -1,0 +1,217 @@
+"""What is stored of a block, with a key and without: that no altered block is ever taken for the
+one that was asked for, and what it says of why."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_hc.store.disk.format import (
+    VERSION,
+    WHOLE,
+    Block,
+    Damaged,
+    Foreign,
+    Forged,
+    FormatError,
+    StoredModel,
+    check_block,
+    mac_key,
+    part_of,
+    seal_block,
+)
+from sglang_hc.store.remote.backend import FRAME_BYTES, MOST_FRAMES, Frames
+from sglang_hc.store.remote.store import storage_key
+
+FINGERPRINT, IDENTITY = bytes(range(16)), bytes(range(100, 116))
+KEY, OTHER_KEY = mac_key(b"sixteen bytes or"), mac_key(b"sixteen bytes of")
+CHUNKS = ((3, 0, 4096), (5, 4096, 8192))
+MODEL = StoredModel.of(CHUNKS, FINGERPRINT, "tiny")
+KEYED = StoredModel.of(CHUNKS, FINGERPRINT, "tiny", key=KEY)
+MODELS = pytest.mark.parametrize("model", [MODEL, KEYED], ids=["no key", "key"])
+BLOCK = Block(IDENTITY, bytes(16), "tenant", 4, b"\1" * 256)
+DATA = np.random.default_rng(1).integers(0, 256, MODEL.block_bytes, dtype=np.uint8)
+SIZE, HEADER = MODEL.file_bytes, MODEL.header_bytes
+
+
+def sealed(model: StoredModel, block: Block = BLOCK, data: np.ndarray = DATA) -> np.ndarray:
+    frame = np.zeros(SIZE, dtype=np.uint8)
+    frame[HEADER:] = data
+    seal_block(frame[:HEADER].data, frame[HEADER:].data, block, model, 1_700_000_000_000_000)
+    return frame
+
+
+def check(frame: np.ndarray, model: StoredModel) -> None:
+    check_block(frame[:HEADER].data, frame[HEADER:].data, IDENTITY, model)
+
+
+def is_served(frame: np.ndarray, model: StoredModel) -> bool:
+    try:
+        check(frame, model)
+    except Damaged:
+        return False
+    return True
+
+
+@MODELS
+def test_an_untouched_block_is_served(model: StoredModel) -> None:
+    check(sealed(model), model)
+
+
+@MODELS
+@given(at=st.integers(0, SIZE - 1), flip=st.integers(1, 255))
+def test_a_block_altered_anywhere_is_never_served(model: StoredModel, at: int, flip: int) -> None:
+    frame = sealed(model)
+    frame[at] ^= flip
+    assert not is_served(frame, model)
+
+
+@MODELS
+@given(start=st.integers(0, SIZE - 1), patch=st.binary(min_size=1, max_size=300))
+def test_an_overwritten_block_is_never_served(model: StoredModel, start: int, patch: bytes) -> None:
+    frame = sealed(model)
+    before = frame.copy()
+    patch = patch[: SIZE - start]
+    frame[start : start + len(patch)] = np.frombuffer(patch, dtype=np.uint8)
+    assert is_served(frame, model) == np.array_equal(frame, before)
+
+
+@MODELS
+@given(cut=st.integers(0, SIZE - 1))
+def test_a_truncated_block_is_never_served(model: StoredModel, cut: int) -> None:
+    frame = sealed(model)
+    rest = frame[cut:].copy()
+    frame[cut:] = 0
+    assert is_served(frame, model) == (not rest.any())
+
+
+@MODELS
+@given(
+    identity=st.binary(min_size=16, max_size=16), fingerprint=st.binary(min_size=16, max_size=16)
+)
+def test_another_blocks_or_models_block_is_foreign(
+    model: StoredModel, identity: bytes, fingerprint: bytes
+) -> None:
+    theirs = sealed(replace(model, fingerprint=fingerprint), replace(BLOCK, block_id=identity))
+    if (identity, fingerprint) == (IDENTITY, FINGERPRINT):
+        check(theirs, model)
+    else:
+        with pytest.raises(Foreign):
+            check(theirs, model)
+
+
+def test_a_block_of_other_layers_is_foreign() -> None:
+    other = StoredModel.of(((3, 0, 8192), (5, 8192, 4096)), FINGERPRINT, "tiny")
+    with pytest.raises(Foreign):
+        check(sealed(other), MODEL)
+
+
+@MODELS
+def test_the_header_of_one_block_does_not_cover_anothers_bytes(model: StoredModel) -> None:
+    mine = sealed(model)
+    mine[HEADER:] = sealed(model, replace(BLOCK, block_id=bytes(16)), DATA ^ 1)[HEADER:]
+    with pytest.raises(Damaged, match="layer 3 does not match"):
+        check(mine, model)
+
+
+def test_another_version_is_told_from_damage() -> None:
+    frame = sealed(MODEL)
+    frame[8] = VERSION + 1
+    with pytest.raises(FormatError) as caught:
+        check(frame, MODEL)
+    assert caught.value.reason == "unknown_version"
+
+
+def test_parts_of_a_block_are_told_from_each_other_and_from_the_whole() -> None:
+    parts = [part_of(FINGERPRINT, part) for part in ("", "tp2-0", "tp2-1", "pp2-0")]
+    assert parts[0] == WHOLE
+    assert len(set(parts)) == 4 and all(len(part) == 16 for part in parts)
+    models = [replace(MODEL, part=part) for part in parts]
+    assert len({storage_key(model, IDENTITY) for model in models}) == 4
+    mine = sealed(models[1])
+    check(mine, models[1])
+    for other in (models[0], *models[2:]):
+        with pytest.raises(Foreign):
+            check(mine, other)
+
+
+# -- who has the key -----------------------------------------------------------------------------
+
+
+def test_only_who_has_the_key_makes_blocks_that_are_served() -> None:
+    for forger in (None, OTHER_KEY):
+        for maker, reader in ((forger, KEY), (KEY, forger)):
+            with pytest.raises(Forged):
+                check(sealed(replace(KEYED, key=maker)), replace(KEYED, key=reader))
+
+
+def test_bytes_that_are_exchanged_under_a_true_header_are_not_served() -> None:
+    """Digests without a key would say that these are the block, if anybody found such bytes; with
+    one nobody can tell."""
+    frame = sealed(KEYED)
+    digest = hashlib.blake2b(
+        IDENTITY + FINGERPRINT + struct.pack("<II", 3, 4096) + DATA[:4096].tobytes(),
+        digest_size=16, key=KEY, person=b"hc chunk",
+    ).digest()  # fmt: skip
+    assert frame[648:664].tobytes() == digest
+    frame[HEADER:] ^= 1
+    forged = sealed(replace(KEYED, key=None), data=DATA ^ 1)
+    forged[612:628] = frame[612:628]  # the MAC of another header
+    body = forged[: HEADER - 16].tobytes()
+    forged[HEADER - 16 : HEADER] = np.frombuffer(xxhash.xxh3_128_digest(body), np.uint8)
+    assert not is_served(frame, KEYED)
+    with pytest.raises(Forged):
+        check(forged, KEYED)
+
+
+def test_a_table_with_a_forged_digest_is_not_served() -> None:
+    frame = sealed(KEYED)
+    frame[648:664] ^= 1
+    body = frame[: HEADER - 16].tobytes()
+    frame[HEADER - 16 : HEADER] = np.frombuffer(xxhash.xxh3_128_digest(body), np.uint8)
+    with pytest.raises(Forged):
+        check(frame, KEYED)
+
+
+def test_the_mac_is_where_the_page_says() -> None:
+    raw = sealed(KEYED).tobytes()
+    covered = raw[:612] + raw[628 : HEADER - 16]
+    mac = hashlib.blake2b(covered, digest_size=16, key=KEY, person=b"hc header").digest()
+    assert raw[612:628] == mac != bytes(16)
+    assert sealed(MODEL)[612:628].tobytes() == bytes(16), "no key, no MAC"
+
+
+def test_servers_of_different_keys_use_different_names() -> None:
+    models = [StoredModel.of(CHUNKS, FINGERPRINT, "", key=key) for key in (None, KEY, OTHER_KEY)]
+    assert models[0].part == WHOLE and len({model.part for model in models}) == 3
+    part = part_of(FINGERPRINT, "tp2-0")
+    assert StoredModel.of(CHUNKS, FINGERPRINT, "", part, KEY).part not in (part, KEYED.part)
+    assert mac_key(b"x" * 1000) != mac_key(b"x" * 1001), "all of a long secret counts"
+
+
+# -- memory for blocks on their way --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "each"),
+    [
+        (4096, MOST_FRAMES),
+        (FRAME_BYTES // MOST_FRAMES - HEADER, MOST_FRAMES),
+        (FRAME_BYTES // MOST_FRAMES, MOST_FRAMES - 1),
+        (FRAME_BYTES - HEADER, 1),
+        (2 * FRAME_BYTES, 1),
+    ],
+)
+def test_envelopes_under_way_take_so_much_memory_and_at_least_one_fits(
+    block_bytes: int, each: int
+) -> None:
+    frames = Frames(HEADER, block_bytes)
+    assert (frames.for_loads, frames.for_saves) == (range(each), range(each, 2 * each))
+    assert frames.bytes.shape == (2 * each, HEADER + block_bytes)
