@@ -307,7 +307,7 @@ class Pipeline(Storm):
     def begin_pass(self, patience: float, *, requests: bool) -> None:
         first, second = self.group.agreements
         first.begin_pass()
-        verdicts = first.verdicts(patience, requests=requests)
+        verdicts = first.decisions(patience, requests=requests)
         self.today.append(second.begin_pass)
         if verdicts is not None:
             self.group.told += 1
