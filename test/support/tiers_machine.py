@@ -172,8 +172,9 @@ class TiersMachine(RuleBasedStateMachine):
         """A scheduling pass: a block of each waiting request is restored before its turn."""
         for one in self.waiting.values():
             prompt = Prefix(one.salt, pack_tokens(one.tokens))
-            nodes = self.tiers.host.tree.match(prompt).ready.nodes[: len(one.tokens) // 64]
-            blocks = [n for n in range(-(-one.on_device // 64), len(nodes)) if n not in one.early]
+            nodes, tokens = self.tiers.host.tree.match(prompt).ready
+            whole = range(-(-one.on_device // 64), tokens // 64)  # of the last a part may match
+            blocks = [n for n in whole if n not in one.early]
             if blocks and not self.plan.recompute and len(self.free) > 128:
                 self.restore_early(one, blocks[0], nodes[blocks[0]])
 
