@@ -63,6 +63,24 @@ def test_an_upward_import_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not contracts_hold(config, tmp_path / "cache")
 
 
+def reaches(source: str) -> list[str]:
+    """Expressions that go through the tiers to a part of one of their parts."""
+    chains = (
+        ast.unparse(one) for one in ast.walk(ast.parse(source)) if isinstance(one, ast.Attribute)
+    )
+    return [chain for chain in chains if re.search(r"(^|\.)_?tiers\.\w+\.\w+$", chain)]
+
+
+def test_nobody_reaches_through_the_tiers() -> None:
+    """Who needs a part of theirs is given it when it is made; else they have the operation."""
+    assert reaches("self._tree.tiers.queue.meetings.of(1)") == ["self._tree.tiers.queue.meetings"]
+    assert reaches("self._tiers.host.tree") and reaches("tiers.disk.poll()")
+    assert not reaches("self.tiers.poll() and tiers.host and import_tiers.host.tree")
+    files = (ROOT / "python/sglang_hc/srt").rglob("*.py")
+    found = {file.name: reaches(file.read_text()) for file in files}
+    assert {name: chains for name, chains in found.items() if chains} == {}
+
+
 def test_no_test_edits_the_import_path() -> None:
     """What tests share lies in test/support, which pytest finds; a process gets PYTHONPATH."""
     edit = re.compile(r"sys\.path(\.(insert|append|extend)|\[[^]]*\]\s*=|\s*\+?=[^=])")

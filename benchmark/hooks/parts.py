@@ -32,6 +32,7 @@ from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
+from sglang_hc.srt.tree.prerestored import PrerestoredBlocks
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.executor import ThreadExecutor
@@ -81,10 +82,13 @@ def tiers_of(
     return Tiers(host, below, capture, restorer, queue, retention, Exactness(True, 0.0))
 
 
-def cache_over(tiers: Tiers, order: DeviceOrder | None = None) -> HcRadixCache:
-    """The tree of a scheduler with nobody waiting."""
-    scheduler: Any = scheduler_with(0)
-    return HcRadixCache(cache_params(), tiers, scheduler, ComputeStream(CPU), order)
+def cache_over(
+    tiers: Tiers, order: DeviceOrder | None = None, scheduler: Any = None
+) -> HcRadixCache:
+    """The tree of a scheduler, by default one with nobody waiting."""
+    params, compute = cache_params(), ComputeStream(CPU)
+    ahead = PrerestoredBlocks(params.token_to_kv_pool_allocator, tiers.restorer, compute)
+    return HcRadixCache(params, tiers, scheduler or scheduler_with(0), compute, ahead, order)
 
 
 def scheduler_with(decoding: int) -> SimpleNamespace:

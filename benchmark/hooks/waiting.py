@@ -12,14 +12,12 @@ from typing import Any
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from benchmark.hooks.parts import CPU, cache_params, microseconds, scheduler_with, summary, tiers_of
+from benchmark.hooks.parts import cache_over, microseconds, scheduler_with, summary, tiers_of
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.queue.requests import Serial
-from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.scheduling.hooks import arrange
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
-from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.outcome import Outcome
@@ -94,7 +92,7 @@ class Queue:
         order = DeviceOrder(tiers.host.tree.fingerprint, retention.priority)
         scheduler: Any = scheduler_with(1)  # those who wait, wait for others
         self.waiting: list[Any] = scheduler.waiting_queue
-        self.cache = HcRadixCache(cache_params(), tiers, scheduler, ComputeStream(CPU), order)
+        self.cache = cache_over(tiers, order, scheduler)
         self.running: list[Any] = []
         self.policy = SimpleNamespace(tree_cache=self.cache)
         self.count = 0

@@ -7,6 +7,7 @@ recomputation are those of a server; no request is run.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +22,11 @@ from sglang_hc.policy.eviction import LruPolicy
 from sglang_hc.restore.path import Restoration, RestorePath
 from sglang_hc.restore.restore_pass import RestorePass
 from sglang_hc.restore.staging import StagingRing
-from sglang_hc.store.disk import DirectorySpec
+from sglang_hc.store.disk import DirectorySpec, DiskStore, StoredModel
 from sglang_hc.store.disk.format import WHOLE
-from sglang_hc.store.host_memory import MemorySpec
+from sglang_hc.store.disk.threads import DiskThreads
+from sglang_hc.store.host_memory import HostMemory, MemorySpec
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.store.opening import DiskSpec, open_io
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import pack_tokens
@@ -101,9 +102,9 @@ class Stored:
         self.engine = engine
         self.layout = BlockLayout(plan, engine.shape)
         self._blocks = -(-tokens // BLOCK_TOKENS)
-        spec = MemorySpec(self.layout, self._blocks, BLOCK_TOKENS, 0)
-        self.io = open_io(spec, self._directory(disk) if disk else None)
-        self.pool = self.io.memory.pool
+        memory = HostMemory(MemorySpec(self.layout, self._blocks, BLOCK_TOKENS, 0))
+        self.pool = memory.pool
+        self.blocks = self._threads(disk) if disk else None
         _fill(self.pool, engine.dtype)
         engine.copy_stream.pin(self.pool.buffer)
         generator = torch.Generator().manual_seed(1)
@@ -111,10 +112,11 @@ class Stored:
         self._histories: dict[str, History] = {}
         self.ring = StagingRing.sized_for(self.layout.shape, engine.device, engine.copy_stream)
 
-    def _directory(self, path: str) -> DiskSpec:
+    def _threads(self, path: str) -> DiskThreads:
         size = int(1.5 * self._blocks * self.layout.slot_bytes) + (1 << 30)
         directory = DirectorySpec(path, size)
-        return DiskSpec((directory,), self.layout.fingerprint(), "restore", WHOLE)
+        model = StoredModel.of(self.layout.chunks(), self.layout.fingerprint(), "restore", WHOLE)
+        return DiskThreads(DiskStore.open((directory,), model), self.pool, Counter())
 
     def history(self, slots: str) -> History:
         """slots: `adjacent`, or `scattered` for neighbours of the path anywhere in the pool."""
@@ -154,9 +156,8 @@ class Stored:
 
     def close(self) -> None:
         """End the threads. The memory goes with this object."""
-        if self.io.blocks is not None:
-            self.io.blocks.close()
-        self.io.executor.close()
+        if self.blocks is not None:
+            self.blocks.close()
 
 
 def _fill(pool: HostPool, dtype: torch.dtype) -> None:

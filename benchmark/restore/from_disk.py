@@ -16,8 +16,8 @@ class OnDisk:
     """The blocks of `stored`, which was made with a directory. The directory is the caller's."""
 
     def __init__(self, stored: Stored, history: History) -> None:
-        assert stored.io.blocks is not None
-        self._blocks = stored.io.blocks
+        assert stored.blocks is not None
+        self._blocks = stored.blocks
         parent = history.host.tree.root(None).block_id
         waiting = 0
         for position, node in enumerate(history.nodes):

@@ -86,7 +86,7 @@ COUNTS = {
     "cost_observations_hidden_copy": "Restorations whose copies of hidden states were timed.",
     "cost_observations_projection": "Restorations whose projections were timed.",
     "cost_observations_prefill": "Prefills that were timed.",
-    "cost_observations_attention": "Prefills whose attention took a fifth of their time or more.",
+    "cost_observations_attention": "Prefills whose attention was told from the rest of their time.",
     "cost_observations_disk": "Reads from an idle disk that were timed.",
     "cost_observations_remote": "Reads from an idle remote store that were timed.",
     "guarded_errors": "Errors of sglang-hc itself; each cost a request its reuse. See the log.",

@@ -201,9 +201,9 @@ def interrupted(pool: str) -> tuple[list[int], bool, dict[str, int]]:
     core.check_device()
     under_way, step, seen = own._pass, own.step, []
 
-    def noted() -> bool:
+    def noted(tree: Any) -> bool:
         seen.append((own._pass, rid in core.requests and core.requests[rid].finished()))
-        return step()
+        return step(tree)
 
     own.step = noted
     rid = core.submit(OTHER, 16)
@@ -252,7 +252,7 @@ def failing() -> tuple[dict[str, int], int, list[int]]:
     core.settle()
     core.evict()
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory")
 
     core.tree.audit._model.recompute = fail

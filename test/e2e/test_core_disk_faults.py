@@ -16,7 +16,7 @@ from functools import partial
 import pytest
 
 from support.core import Core, Reply, run_in_child
-from support.disk_store import Faults, failing, open_with
+from support.disk_store import Faults, failing, open_with, store_of
 
 FLAGS = ("--max-total-tokens", "640", "--dtype", "float32", "--hc-forms", "hidden:2,kv:2")
 FAULTS = [
@@ -87,7 +87,7 @@ def meet_faults(folder: str) -> dict[str, tuple]:
         core.settle()
         after = core.tree.stats()
         vars(faults).update(well)
-        store = core.tree.tiers.disk._io._store._store
+        store = store_of(core)
         (directory,) = store.directories
         directory.breaker.succeeded()  # its pause is over
         if name == "no space":

@@ -10,6 +10,7 @@ from typing import Any
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support import waiting
 from support.core import Core, run_in_child
+from support.disk_store import store_of
 from support.forgetting import forgotten, held_by_host
 
 FLAGS = (
@@ -143,7 +144,7 @@ def cleared(directory: str) -> int:
     core.tree.clear_storage_backend(ended.append)
     waiting.until(lambda: core.run(1) or ended)
     assert ended == [True]
-    return len(core.tree.tiers.disk._io._store._store.block_ids())
+    return len(store_of(core).block_ids())
 
 
 def asked_again(directory: str) -> int:
@@ -176,7 +177,7 @@ def clearing(directory: str | None) -> list[Any]:
 
     found = [clear()]
     if directory:
-        store = core.tree.tiers.disk._io._store._store
+        store = store_of(core)
         found += [store.block_ids(), clear()]
         store.directories[0].hangs = True
         found.append(clear())

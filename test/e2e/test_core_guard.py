@@ -7,31 +7,34 @@ import random
 from pathlib import Path
 
 import pytest
-from sglang.srt.mem_cache.radix_cache import RadixCache
 
 from sglang_hc.srt import plugin
 from sglang_hc.srt.engine import guard
 from sglang_hc.srt.tree.capturing_tree import CapturingTree
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from support.core import Core, run_in_child
-from support.planted import Faults
+from support.planted import Faults, guarded_methods
 
 FLAGS = (
     "--hc-forms", "hidden:2,kv:2", "--max-total-tokens", "640", "--dtype", "float32",
     "--hc-host-size-gb", "0.05", "--chunked-prefill-size", "128",
 )  # fmt: skip
-OWN = {"load_back", "promise", "continue_behind", "refuse", "allocate", "commit", "forget_saved",
-       "stats", "ongoing_load_back"}  # fmt: skip
+OWN = {"load_back", "insert_restoring_node", "load_met", "refuse", "commit", "drop",
+       "forget", "give_up", "forget_saved", "stats", "stopped", "ongoing_load_back"}  # fmt: skip
 """Public names of the tree that only our own code calls, whose callers are guarded."""
 
-OF_TOKENIZER = {name for name, place in guard.HOOKS.items() if isinstance(place, guard.Tokenizer)}
+GUARDED = {
+    guard.name_of(hook.call)
+    for hook in plugin.all_hooks()
+    if isinstance(hook.on_error, guard.Guarded)
+}
 ELSEWHERE = {
     "preemption.preempt_to_schedule", "speculation.sampled", "speculation.accepted",
     "hooks.adapter_fits",
 }  # fmt: skip
 """Not reached without priorities, a draft model or adapters: test_core_guard_elsewhere.py."""
 
-PLACES = sorted({*guard.METHODS, *guard.HOOKS} - OF_TOKENIZER - ELSEWHERE)
+PLACES = sorted({*guarded_methods(), *GUARDED} - ELSEWHERE)
 
 
 def use_everything(core: Core, prompt: list[int]) -> list[list[int]]:
@@ -87,13 +90,10 @@ def test_an_error_of_ours_costs_no_answer(models: None, tmp_path: Path, late: bo
     assert run_in_child(broken_in_turn, late, str(tmp_path)) == []
 
 
-def test_every_hook_is_guarded_or_says_why_not() -> None:
-    hooks = {guard.name_of(hook) for _, _, hook in plugin.all_hooks()} | {"cpu_attention.extend"}
-    of_tree = set(guard.METHODS) | {name for name in guard.UNGUARDED if "." not in name}
-    assert hooks == set(guard.HOOKS) | {name for name in guard.UNGUARDED if "." in name}
+def test_every_method_that_sglang_calls_is_guarded_or_says_why_not() -> None:
+    of_tree = {*guarded_methods(), *guard.UNGUARDED}
     public = {
         name for name in [*vars(HcRadixCache), *vars(CapturingTree)] if not name.startswith("_")
     }  # those of `__dict__`: what SGLang's own tree has is SGLang's
     assert public - OWN - {"check_hicache_events"} <= of_tree
     assert of_tree <= public
-    assert all(hasattr(RadixCache, name) for name, p in guard.METHODS.items() if p.answer is None)

@@ -18,7 +18,7 @@ import pytest
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.core import Core, Reply, run_in_child
-from support.disk_store import Faults, open_with
+from support.disk_store import Faults, open_with, store_of
 from support.file_ranges import Range
 from support.meetings import (
     BLOCKS,
@@ -44,21 +44,21 @@ class Disk:
     """The disk of a server in this process, and the identities of the conversation's blocks."""
 
     def __init__(self, core: Core, history: list[int]) -> None:
-        self._threads = core.tree.tiers.disk._io
+        self._store, below = store_of(core), core.tree.tiers.disk._io
         stored = Prefix(None, pack_tokens(history))
         self.path = core.tree.tiers.host.tree.identities(stored)[:BLOCKS]
         self.asked: list[bytes] = []
-        read = self._threads.read
+        read = below.read
 
         def note(ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
             self.asked.append(block_id)
             read(ticket, block_id, slot, deadline)
 
-        self._threads.read = note
+        below.read = note
 
     def where(self, block: int) -> Range:
         """The file of a block, which is on disk."""
-        store = self._threads._store._store
+        store = self._store
         assert store.contains(self.path) == BLOCKS
         directory = store.directory_of(self.path[block])
         return Range(Path(directory.path(self.path[block])), 0, store.model.file_bytes)

@@ -17,7 +17,7 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.store.remote.store import storage_key
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.core import Core, Reply, run_in_child
-from support.disk_store import remove
+from support.disk_store import remove, store_of
 from support.meetings import (
     BLOCKS,
     FAST,
@@ -103,7 +103,7 @@ def behind_a_disk(profile: str, shared: str, folder: str) -> tuple:
     """The disk has the first five blocks, the store, which is twice as fast, all of them."""
     flags = (*on_disk(folder), *in_store(shared))
     core, history, _ = start("kv", profile, *flags, seconds=STORE_SECONDS / 2)
-    disk = core.tree.tiers.disk._io._near._store._store
+    disk = store_of(core)
     assert remove(disk, blocks_of(core, history)[5:]) == BLOCKS - 5
     HeldDisk(core)  # what is read comes in the pass that asks for it
     return counted(core, lambda: core.ask(history, 24))

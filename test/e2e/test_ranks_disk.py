@@ -8,15 +8,13 @@ Each engine keeps a reference conversation on the device, in a namespace of its 
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.folders import model_folders, store_root
 from sglang_hc.tools.disk.fsck import check
-from support.disk_store import Faults, failing, open_with, spoil_pages
+from support.disk_store import Faults, failing, open_with, spoil_pages, store_of
 from support.prompts import on_disk
 from support.ranked_core import CORES, RankedCore, run_ranks
 from support.ranked_turns import (
@@ -61,15 +59,10 @@ def test_the_next_server_goes_on_from_both_parts(
     assert later[0].said == found[0][1] and later[0].stored == BLOCKS
 
 
-def own_directories(core: RankedCore) -> Sequence[Directory]:
-    found: Sequence[Directory] = core.tree.tiers.disk._io._store._inner._store.directories
-    return found
-
-
 def spoil(core: RankedCore) -> None:
     """Every page of one rank's parts on the disk loses a bit."""
     if core.rank == HIT_BY:
-        (directory,) = own_directories(core)
+        (directory,) = store_of(core).directories
         for path in map(Path, map(directory.path, directory.folder.block_ids())):
             spoil_pages(path)
 
@@ -97,9 +90,10 @@ def end_pauses(core: RankedCore) -> None:
     disk = core.tree.tiers.disk._io
     disk._reading.succeeded()
     disk._saving.succeeded()
-    for directory in own_directories(core):
+    store = store_of(core)
+    for directory in store.directories:
         directory.breaker.succeeded()
-        disk._store._inner._store.evictors[directory].look_for_room()
+        store.evictors[directory].look_for_room()
 
 
 @pytest.mark.parametrize("kind", CORES)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.correction import BOUND, PRIOR, STEP, WINDOW, Resource
-from sglang_hc.policy.cost_model import SHARE, CostModel, SourceTier
+from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.fit import Fit
 from support.profiles import cost_model
 
@@ -112,20 +112,14 @@ def test_what_shares_a_time_shares_its_ratio() -> None:
     assert factors(costs) == {"kv_copy": pytest.approx(2.0), "hidden_copy": pytest.approx(2.0)}
 
 
-@pytest.mark.parametrize(("part", "counts"), [(SHARE * 1.01, True), (SHARE * 0.99, False)])
-def test_a_small_part_is_not_told_by_the_whole(part: float, counts: bool) -> None:
-    costs = fresh()
-    for _ in range(WINDOW):
-        costs.observe({Resource.KV_COPY: 1.0 - part, Resource.HIDDEN_COPY: part}, 2.0)
-    assert ("hidden_copy" in factors(costs)) == counts
-
-
 def test_what_was_learned_counts_in_what_is_expected_next() -> None:
     """The parts are as they were measured, so a time that comes in late is not corrected twice."""
     costs = settled(fresh(), kv_copy=4)
     for _ in range(WINDOW):
         costs.observe({Resource.KV_COPY: 1.0, Resource.HIDDEN_COPY: 4.0}, 4.0 + 4.0)
-    assert factors(costs) == {"kv_copy": pytest.approx(4.0), "hidden_copy": 1.0}
+    assert factors(costs) == {
+        "kv_copy": pytest.approx(4.0, rel=1e-6), "hidden_copy": pytest.approx(1.0, rel=1e-6),
+    }  # fmt: skip
 
 
 def test_a_store_without_a_profile_is_priced_by_what_its_reads_take() -> None:
@@ -192,30 +186,43 @@ def test_what_was_learned_is_where_the_next_server_begins() -> None:
     assert before.copy_kv(SourceTier.HOST, 1000) == pytest.approx(4e-3), "each learns on its own"
 
 
-shapes = st.sampled_from([(64, 0), (512, 0), (2048, 0), (64, 4096), (512, 8000), (8000, 0)])
+SHAPES = [(64, 0), (512, 0), (2048, 0), (64, 4096), (512, 8000), (8000, 0)]
+factor = st.floats(1 / 4, 4)
+two_shapes = st.lists(st.sampled_from(SHAPES), min_size=1, max_size=2, unique=True)
 
 
-@given(
-    st.floats(1 / 4, 4),
-    st.floats(1 / 4, 4),
-    st.lists(shapes, min_size=40, max_size=60, unique=False),
-    st.randoms(use_true_random=False),
-)
+@given(factor, factor, two_shapes, st.randoms(use_true_random=False))
 def test_attention_and_the_rest_are_told_apart_by_prefills_of_different_lengths(
     rest: float, attention: float, served: list[tuple[int, int]], rng
 ) -> None:
-    """Each is right within 15 % where it matters: in the prefills that were served."""
+    """After 20 prefills what was served is predicted within 15 %, however the probe was wrong."""
     known = Fit(1e-3, 1e-4, 3e-8, per_context=2e-6, floor=5e-3)
     costs = replace(fresh(), prefill=known)
-    rng.shuffle(served)
 
     def true(size: tuple[int, int]) -> float:
         part, other = known.batch([size])
         return attention * part + rest * other
 
-    for size in served:
+    for number in range(20):
+        size = served[number % len(served)]
         part, other = known.batch([size])
         parts = {Resource.ATTENTION: part, Resource.PREFILL: other}
-        costs.observe(parts, true(size) * rng.uniform(0.97, 1.03))
-    for size in set(served[-20:]):
+        busy = 3.0 if number == 8 else 1.0
+        costs.observe(parts, busy * true(size) * rng.uniform(0.97, 1.03))
+    for size in served:
         assert costs.prefill_layer(*size) == pytest.approx(true(size), rel=0.15)
+
+
+def test_a_nonsense_time_of_two_resources_spoils_nothing() -> None:
+    costs = fresh()
+    parts = {Resource.KV_COPY: 1.0, Resource.HIDDEN_COPY: 2.0}
+    for seconds in (3.0, 1e-300, 3.0, 1e300, 3.0):
+        costs.observe(parts, seconds)
+    assert factors(costs) == {"kv_copy": pytest.approx(1.0), "hidden_copy": pytest.approx(1.0)}
+
+
+def test_a_part_that_takes_nothing_goes_with_the_other() -> None:
+    costs = fresh()
+    for _ in range(WINDOW):
+        costs.observe({Resource.ATTENTION: 0.0, Resource.PREFILL: 1.0}, 3.0)
+    assert factors(costs) == {"attention": pytest.approx(3.0), "prefill": pytest.approx(3.0)}

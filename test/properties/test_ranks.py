@@ -133,7 +133,7 @@ class Rank(DiskMachine):
     def picture(self) -> object:
         """What other ranks must have alike."""
         host = self.tiers.host
-        tree = [(n.block_id, n.slot, n.ready, n.pins, n.hits) for n in host.tree.nodes()]
+        tree = [(n.block_id, n.slot, n.ready, n.pins) for n in host.tree.nodes()]
         records = [(rid, sorted(r.awaits)) for rid, r in self._records()]
         counts = {k: v for k, v in self.tiers.counts().items() if not k.startswith("rank")}
         on_their_way = len(self.disk.coming), len(self.tiers.retention.pins)
@@ -307,12 +307,12 @@ class Pipeline(Storm):
     def begin_pass(self, patience: float, *, requests: bool) -> None:
         first, second = self.group.agreements
         first.begin_pass()
-        verdicts = first.verdicts(patience, requests=requests)
+        decisions = first.decisions(patience, requests=requests)
         self.today.append(second.begin_pass)
-        if verdicts is not None:
+        if decisions is not None:
             self.group.told += 1
-            first.apply(verdicts)
-            self.today.append(partial(second.apply, verdicts))
+            first.apply(decisions)
+            self.today.append(partial(second.apply, decisions))
 
     def all(self, call: Callable[[Rank], object]) -> None:
         first, second = self.ranks

@@ -145,7 +145,8 @@ class DiskMachine(TiersMachine):
         requests = self.view.requests
         requests.check_integrity()
         awaited = {block_id for name in requests for block_id in requests[name].awaits}
-        assert awaited <= self.view.coming and len(self.view.coming) == len(self.disk.coming)
+        coming = self.view.sources.coming
+        assert awaited <= coming and len(coming) == len(self.disk.coming)
 
     @invariant()
     def what_can_be_served_is_not_known_as_bad(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -81,6 +82,15 @@ def open_store(
         backend,
         clock,
     )
+
+
+def store_of(core: Any) -> DiskStore:
+    """The store of a server's disk, under all that stands around it."""
+    part = core.tree.tiers.disk._io
+    while not isinstance(part, DiskStore):
+        around = vars(part)
+        part = next(around[name] for name in ("_io", "_near", "_inner", "_store") if name in around)
+    return part
 
 
 def put(store: DiskStore, blocks: Sequence[Block]) -> list[Outcome]:

@@ -36,6 +36,7 @@ def fork_steps(patch: pytest.MonkeyPatch) -> None:
         Popen=ForkedStep, DEVNULL=None, STDOUT=None, TimeoutExpired=subprocess.TimeoutExpired
     )
     patch.setattr(runner, "subprocess", instead)
+    patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # where the fake server is
 
 
 class ForkedStep:
@@ -83,8 +84,7 @@ def _step(command: list[str], output: int, cwd: Path, env: Mapping[str, str]) ->
 
 
 def _replace(command: list[str]) -> None:
-    from benchmark.harness import arms
-    from benchmark.restore import cases
+    from benchmark.harness import arms, cases
 
     cases.run_case = forked_case
     if command[0] != REAL[0] or command[command.index("--arms") + 1] != REAL[1]:

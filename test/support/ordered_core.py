@@ -22,7 +22,7 @@ from sglang_hc.capture.taps import SideBranch
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.model import capture_memory, model_state
 from sglang_hc.srt.model.capture_memory import CaptureMemory
-from sglang_hc.srt.start import build, build_device
+from sglang_hc.srt.start import build
 from sglang_hc.store.executor import CopyRows, Operation, ScatterRows
 from support.copy_streams import FakeCopyStream
 from support.core import Core
@@ -97,7 +97,7 @@ class OrderedCore(Core):
         take = model_state.take_capture_memory
         taps = SideBranch(torch.cpu, self.clocks.stream("taps"))
         for target, name, new in (
-            (build_device, "copy_stream_for", lambda *_: copy_stream),
+            (build, "copy_stream_for", lambda *_: copy_stream),
             (capture_memory, "_tap_branch", lambda *_: taps),
             (build, "_side_stream", lambda *_: side),
             (model_state, "take_capture_memory", partial(_with_device_memory, take)),

@@ -8,6 +8,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_hc.srt.engine import guard
+from sglang_hc.srt.tree.capturing_tree import CapturingTree
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 
 
@@ -36,11 +37,20 @@ class Faults:
 
     def plant(self) -> None:
         """In this process, which has no tree yet."""
-        for name in guard.METHODS:
-            setattr(HcRadixCache, name, self.around(name, getattr(HcRadixCache, name)))
+        for name, method in guarded_methods().items():
+            self._plant(method, "own", name)
         for entries in HookRegistry._hooks.values():
             for _, hook, _ in entries:
-                name = guard.name_of(hook)
-                if name in guard.HOOKS:
-                    cell = hook.__closure__[hook.__code__.co_freevars.index("hook")]
-                    cell.cell_contents = self.around(name, cell.cell_contents)
+                if "hook" in hook.__code__.co_freevars:  # it is guarded
+                    self._plant(hook, "hook", guard.name_of(hook))
+
+    def _plant(self, guarded: Callable[..., Any], variable: str, name: str) -> None:
+        """Inside of the guard, whose `variable` is what it guards."""
+        cell = guarded.__closure__[guarded.__code__.co_freevars.index(variable)]  # type: ignore
+        cell.cell_contents = self.around(name, cell.cell_contents)
+
+
+def guarded_methods() -> dict[str, Callable[..., Any]]:
+    """Of the tree, by name."""
+    members = {**vars(CapturingTree), **vars(HcRadixCache)}
+    return {name: one for name, one in members.items() if hasattr(one, "__wrapped__")}

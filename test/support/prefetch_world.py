@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, IsProtected
@@ -107,7 +109,7 @@ class World:
         """blocks: of each of the requests that came before."""
         self.below = Tiers(slots)
         self.prefetcher: Prefetcher[str] = Prefetcher(
-            LookAhead(), self.below, costs, (slots, 10_000), mode
+            LookAhead(), self.below, costs, (slots, 10_000), mode, Counter()
         )
         for number in range(9):
             self.prefetcher.finished("before", blocks)

@@ -10,9 +10,6 @@ from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.restore.path import Restoration
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tree.block_tree import BlockNode
-from sglang_hc.tree.host_tier import HostTier
-from sglang_hc.tree.identity import pack_tokens
-from support.host import host_tier, keep
 from support.tiers import HIDDEN_BYTES, PARTS, project
 
 FRAME = BLOCK_TOKENS * sum(PARTS)
@@ -49,22 +46,3 @@ def expected(pool: HostPool, restoration: Restoration, layer: int) -> list[torch
         return project(layer, hidden, torch.arange(restoration.start, restoration.stop))
     parts = [torch.from_numpy(part)[:, layer - plan.hidden] for part in pool.kv]
     return [torch.stack([part[s, r] for s, r in places]) for part in parts]
-
-
-def host_with(plan: LayerPlan, lengths: Sequence[int], slots: int) -> tuple[HostTier, HostPool]:
-    """A host tier whose path i holds `path_tokens(i, lengths[i])`, in scattered slots."""
-    pool = filled_pool(plan, slots)
-    host = host_tier(slots, fingerprint=pool.layout.fingerprint("toy"))
-    spare = [host.stage(0.0) for _ in range(3)]
-    for path, length in enumerate(lengths):
-        new = keep(host, pack_tokens(path_tokens(path, length)))
-        assert len(new) == -(-length // BLOCK_TOKENS)
-        if spare:
-            host.unstage(spare.pop())
-    for slot in spare:
-        host.unstage(slot)
-    return host, pool
-
-
-def path_tokens(path: int, length: int) -> list[int]:
-    return [path * 1000 + position for position in range(length)]

@@ -17,7 +17,6 @@ from typing import Any
 from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.executor import Completion, Operation
-from sglang_hc.store.opening import Io
 from sglang_hc.store.outcome import Outcome
 from support.disk_store import EIO, ENOSPC, Faults, failing, open_with
 from support.storm_actions import Clock, Disk, Scatters
@@ -210,12 +209,7 @@ def use(weather: Weather) -> None:
     from sglang_hc.srt.start import build
 
     open_with(weather.faults, weather.wall)
-    open_io = build.open_io
-
-    def open_late(*args: Any) -> Io:
-        io = open_io(*args)
-        blocks = None if io.blocks is None else LateDisk(io.blocks, weather)
-        return io._replace(executor=LateExecutor(io.executor, weather), blocks=blocks)
-
-    build.open_io = open_late
+    threads, executor = build.DiskThreads, build.ThreadExecutor
+    build.DiskThreads = lambda *args, **given: LateDisk(threads(*args, **given), weather)
+    build.ThreadExecutor = lambda *args: LateExecutor(executor(*args), weather)
     build.ranks_of = lambda group: StormRanks(weather)

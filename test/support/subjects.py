@@ -107,7 +107,7 @@ class ServerSubject:
 
     @property
     def coming(self) -> Collection[bytes]:
-        return self.queue.coming
+        return self.queue.sources.coming
 
     @property
     def counters(self) -> Counter[str]:
@@ -161,7 +161,7 @@ class ServerSubject:
         self.disk.poll()
 
     def reading(self) -> int:
-        return self.queue.reading(SourceTier.DISK)
+        return self.queue.sources.reading(SourceTier.DISK)
 
     def in_host(self) -> set[str]:
         self.host.check_integrity()

@@ -174,7 +174,7 @@ class TiersMachine(RuleBasedStateMachine):
             prompt = Prefix(one.salt, pack_tokens(one.tokens))
             nodes = self.tiers.host.tree.match(prompt).ready.nodes[: len(one.tokens) // 64]
             blocks = [n for n in range(-(-one.on_device // 64), len(nodes)) if n not in one.early]
-            if blocks and not self.plan.recompute and len(self.free) > 400:
+            if blocks and not self.plan.recompute and len(self.free) > 128:
                 self.restore_early(one, blocks[0], nodes[blocks[0]])
 
     def restore_early(self, one: Waits, block: int, node: BlockNode) -> None:

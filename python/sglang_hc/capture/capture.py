@@ -27,6 +27,7 @@ import torch
 from sglang_hc.capture.direct import DirectRows
 from sglang_hc.capture.saving import DeviceState, PassRows, kv_rows
 from sglang_hc.capture.snapshots import ScatterQueue
+from sglang_hc.capture.verified import Held
 from sglang_hc.device.gather_scatter import word
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
 from sglang_hc.queue.requests import Serial
@@ -81,7 +82,7 @@ class Capture:
         self._tier = tier
         self.scatters = scatters
         self.taps = device.taps
-        self.verified = device.verified
+        self._verified = device.verified
         self.hidden = device.hidden
         self.kv = device.kv
         self._pool = device.pool
@@ -169,6 +170,15 @@ class Capture:
             self._cut(stage, "backpressure")
         spans = self._place(stage, segment.position, segment.row, room)
         rows.add(segment.row, count, spans, rewritten)
+
+    def hold(self, path: torch.Tensor, rows: int) -> None:
+        """A verify pass was submitted: see `VerifiedRows.hold`."""
+        if self._verified is not None:
+            self._verified.hold(path, rows)
+
+    def take_held(self) -> Held | None:
+        """What was held of the last verify pass, once; None without hidden layers."""
+        return None if self._verified is None else self._verified.take()
 
     def commit(self, request: Serial, kept: Prefix, slots: torch.Tensor, final: bool) -> None:
         """The radix tree keeps `kept` of this request: make the blocks that the host tier lacks.

@@ -3,7 +3,8 @@
 A probe is short, and perhaps something else used the machine meanwhile. Each restoration, read and
 prefill then tells how long a resource really took. The factor is the median of the last WINDOW
 observations, PRIOR of which are what was known at the beginning. So a single slow pass changes
-nothing, and three agreeing observations do. The factor never leaves [1/BOUND, BOUND].
+nothing, and three agreeing observations do. The factor never leaves [1/BOUND, BOUND]. Two resources
+that share a time are told apart by how their parts vary (`told_apart`).
 
 Pure: no clock, no randomness. The same observations give the same factors.
 """
@@ -14,6 +15,7 @@ import enum
 import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 
 WINDOW = 7
 """Observations that count, the newest. Four of them must agree to move a factor for good."""
@@ -75,3 +77,27 @@ class Correction:
             self._counted = median
             self.steps += 1
         return math.exp(median)
+
+
+TOGETHER = 0.02
+"""How strongly two factors are held to a common one, beside the observations."""
+
+
+def told_apart(seen: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """By what the expected seconds of two resources have to be multiplied.
+
+    seen: what each was expected to take of one observed time, as shares of it. The factors are
+    those of the least relative error that are close to a common one: where the parts hardly vary,
+    both get what their sum says.
+    """
+    common = statistics.median(1 / (one + other) for one, other in seen)
+    hold = TOGETHER / common**2
+    ones = hold + math.fsum(one * one for one, _ in seen)
+    others = hold + math.fsum(other * other for _, other in seen)
+    both = math.fsum(one * other for one, other in seen)
+    one_sum = hold * common + math.fsum(one for one, _ in seen)
+    other_sum = hold * common + math.fsum(other for _, other in seen)
+    scale = ones * others - both * both
+    one = (one_sum * others - other_sum * both) / scale
+    other = (other_sum * ones - one_sum * both) / scale
+    return max(one, common / 4), max(other, common / 4)  # noise may make one of them negative

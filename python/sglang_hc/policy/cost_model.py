@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -19,7 +20,7 @@ from msgspec import Meta
 
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
-from sglang_hc.policy.correction import Correction, Resource
+from sglang_hc.policy.correction import BOUND, WINDOW, Correction, Resource, told_apart
 from sglang_hc.policy.fit import Fit, NonNegative
 from sglang_hc.policy.makespan import LayerTimes
 
@@ -51,10 +52,6 @@ _UNIT = TierCopy(Fit(0.0, 1.0), Fit(0.0, 1.0))
 """A tier of which only a factor is known: seconds for a token of a layer, in either form."""
 
 _READS = MappingProxyType({SourceTier.DISK: Resource.DISK, SourceTier.REMOTE: Resource.REMOTE})
-
-SHARE = 0.2
-"""An observation of several resources counts for those with at least this share of what was
-expected: their common ratio says nothing about a small part."""
 
 
 @dataclass
@@ -89,6 +86,8 @@ class CostModel:
         self.learned = dict(self.learned)  # `replace` makes a model that learns on its own
         self.changes = 0
         """How often a factor has changed by much (`correction.STEP`)."""
+        self._shared: dict[tuple[Resource, Resource], deque[tuple[float, float]]] = {}
+        """Of the last times that two resources shared, their parts as measured, as shares of it."""
         self._corrections = {
             resource: Correction(self.learned.get(resource, 1.0)) for resource in Resource
         }
@@ -172,20 +171,33 @@ class CostModel:
     # -- what is learned while the server runs ---------------------------------------------------
 
     def observe(self, parts: Mapping[Resource, float], seconds: float) -> None:
-        """Work that uses these resources alone took `seconds`. parts: what each of them takes of it
-        as measured at the start, without what was learned. Times that are not positive and finite
-        say nothing and are ignored.
+        """Work that uses these one or two resources alone took `seconds`. parts: what each of them
+        takes of it as measured at the start, without what was learned. Times that are not positive
+        and finite say nothing and are ignored.
         """
         expected = sum(part * self._factor(resource) for resource, part in parts.items())
         if not (0.0 < expected < math.inf and 0.0 < seconds < math.inf):
             return
-        for resource, part in parts.items():
-            factor = self._factor(resource)
-            if part * factor >= SHARE * expected:
-                correction = self._corrections[resource]
-                steps = correction.steps
-                self.learned[resource] = correction.observe(factor * seconds / expected)
-                self.changes += correction.steps - steps
+        for resource, factor in self._factors_seen(parts, seconds).items():
+            correction = self._corrections[resource]
+            steps = correction.steps
+            self.learned[resource] = correction.observe(factor)
+            self.changes += correction.steps - steps
+
+    def _factors_seen(
+        self, parts: Mapping[Resource, float], seconds: float
+    ) -> dict[Resource, float]:
+        if len(parts) == 1:
+            ((resource, part),) = parts.items()
+            return {resource: seconds / part}
+        if not BOUND**-2 < seconds / sum(parts.values()) < BOUND**2:
+            return {}  # nonsense, which would spoil what is found in its neighbours
+        one, other = sorted(parts, key=lambda resource: resource.value)
+        times = self._shared.setdefault((one, other), deque(maxlen=WINDOW))
+        times.append((parts[one] / seconds, parts[other] / seconds))
+        ones, others = self._factor(one), self._factor(other)
+        by_one, by_other = told_apart([(a * ones, b * others) for a, b in times])
+        return {one: ones * by_one, other: others * by_other}
 
     def observe_read(self, plan: LayerPlan, tier: SourceTier, blocks: int, seconds: float) -> None:
         """So many blocks of `plan` came from an idle disk or remote store in `seconds`."""

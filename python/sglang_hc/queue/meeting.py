@@ -287,19 +287,17 @@ class Meetings(Generic[K]):
         costs: SplitCosts,
         counters: Counter[str],
         clock: Callable[[], float],
+        on_end: Callable[[], object],
     ) -> None:
-        """counters: gets the meetings, and what became of them."""
+        """counters: gets the meetings, and what became of them. on_end: called at the end of each,
+        before its blocks are given up."""
         self.decoding = 0
         self._tree = tree
         self._costs = costs
         self._counters = counters
         self._clock = clock
         self._met: tuple[K, Meeting] | None = None
-        self._on_end: list[Callable[[], object]] = []
-
-    def subscribe(self, on_end: Callable[[], object]) -> None:
-        """Call this at the end of every meeting, before its blocks are given up."""
-        self._on_end.append(on_end)
+        self._on_end = on_end
 
     @property
     def current(self) -> tuple[K | None, Meeting | None]:
@@ -378,7 +376,6 @@ class Meetings(Generic[K]):
         """The request needs no more of its stored history. Nothing happens if it has no meeting."""
         meeting = self.of(name)
         if meeting is not None:
-            for listener in self._on_end:
-                listener()
+            self._on_end()
             self._met = None
             meeting.close()

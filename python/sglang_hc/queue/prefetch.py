@@ -68,15 +68,17 @@ class Prefetcher(Generic[K]):
         costs: RestoreCosts,
         slots: tuple[int, int],
         mode: str,
+        counters: Counter[str],
         stretch: float = EVICTION_STRETCH,
     ) -> None:
-        """slots: blocks the host tier holds, and the disk tier (0 without one)."""
+        """slots: blocks the host tier holds, and the disk tier (0 without one). counters: gets the
+        fetches, and what became of them."""
         self.window = window
         self.requests = window.requests
         self.costs = costs
         self.mode = mode
         self.turns = TurnEstimate()
-        self.counters: Counter[str] = Counter()
+        self.counters = counters
         self._below = below
         self._host_slots, self._disk_slots = slots
         self._stretch = stretch

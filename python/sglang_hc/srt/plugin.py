@@ -7,7 +7,7 @@ raises: `in_place.py` looks whether all is there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.registry import (
@@ -15,6 +15,8 @@ from sglang.srt.mem_cache.registry import (
     registered_radix_cache_backends,
 )
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_hc.srt.engine import cpu, guard, in_place
 
 _active = False
 
@@ -24,13 +26,10 @@ def activate() -> None:
     global _active  # noqa: PLW0603  one flag per process, as SGLang's own registry has
     if _active:
         return
-    from sglang_hc.srt.engine import cpu, in_place
-    from sglang_hc.srt.engine.guard import guarded
-
     if not torch.cuda.is_available():
         cpu.enable()
-    for target, kind, hook in all_hooks():
-        HookRegistry.register(target, guarded(hook, kind), kind)
+    for target, kind, call, on_error in all_hooks():
+        HookRegistry.register(target, guard.guarded(call, kind, on_error), kind)
         in_place.expect(target)
     if in_place.BACKEND not in registered_radix_cache_backends():
         from sglang_hc.srt.start.build import build_tree_cache
@@ -39,8 +38,18 @@ def activate() -> None:
     _active = True
 
 
-def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
-    """Every hook: SGLang's function, how it is wrapped, and ours."""
+class Hook(NamedTuple):
+    """target: SGLang's function, kind: how
+    `call` is put around it. on_error: what an error of `call` does."""
+
+    target: str
+    kind: HookType
+    call: Callable[..., Any]
+    on_error: guard.Guarded | guard.Tokenizer | guard.Unguarded
+
+
+def all_hooks() -> list[Hook]:
+    """Every hook."""
     from sglang_hc.srt.arguments import server_args
     from sglang_hc.srt.model import cpu_attention, model_state
     from sglang_hc.srt.requests import entrance, namespaces, overflow, pins
@@ -48,59 +57,73 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
     from sglang_hc.srt.start import worker
 
     after, around, before = HookType.AFTER, HookType.AROUND, HookType.BEFORE
-    args = "server_args.ServerArgs"
-    model_runner = "model_executor.model_runner.ModelRunner"
-    scheduler = "managers.scheduler.Scheduler"
-    policy = "managers.schedule_policy"
-    tokenizer = "managers.tokenizer_manager.TokenizerManager"
-    serving = "entrypoints.openai.serving_base.OpenAIServingBase"
-    chat = "entrypoints.openai.serving_chat.OpenAIServingChat"
-    parts = "managers.scheduler_components"
+    args = "sglang.srt.server_args.ServerArgs"
+    runner = "sglang.srt.model_executor.model_runner.ModelRunner"
+    policy = "sglang.srt.managers.schedule_policy"
+    adder = f"{policy}.PrefillAdder"
+    scheduler = "sglang.srt.managers.scheduler.Scheduler"
+    prefill = f"{scheduler}._get_new_batch_prefill_raw"
+    parts = "sglang.srt.managers.scheduler_components"
     updates = f"{parts}.weight_updater.SchedulerWeightUpdaterManager"
     results = f"{parts}.batch_result_processor.SchedulerBatchResultProcessor"
-    backend = "layers.attention.torch_native_backend.TorchNativeAttnBackend"
+    tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    serving = "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase"
+    chat = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
+    sample = "sglang.srt.speculative.eagle_utils.eagle_sample"
+    draft = "sglang.srt.mem_cache.kv_cache_builder.maybe_register_hicache_draft"
+    backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+
+    keeps, give_up, status_400 = guard.Guarded(), guard.Guarded(guard.give_up), guard.Tokenizer()
+    alone = guard.Guarded(guard.like_no_other)
+    start = guard.Unguarded("a server that is not as it was asked for does not start")
+    ends = guard.Unguarded("without it nothing would end the restorations of a pass")
+    forward = guard.Unguarded("its parts are guarded; what is around them is SGLang's pass")
+    answer = guard.Unguarded("its errors are answers to their client already")
+    cleared = guard.Unguarded("an error is no answer that everything is gone")
+    reply = guard.Unguarded("it only adds to a reply")
+    model = guard.Unguarded("it is the model's own arithmetic")
     found = [
-        (f"{args}.add_cli_args", after, server_args.add_cli_args),
-        (f"{args}.from_cli_args", around, server_args.from_cli_args),
-        (f"{args}.__post_init__", around, server_args.post_init),
-        (f"{model_runner}.load_model", after, model_state.after_load_model),
-        (f"{model_runner}.forward", around, hooks.forward),
-        (f"{policy}.SchedulePolicy.calc_priority", after, hooks.arrange),
-        (f"{policy}.PrefillAdder.add_one_req", around, meeting.add_one_req),
-        (f"{policy}.PrefillAdder.add_chunked_req", around, meeting.add_chunked_req),
-        (f"{policy}.PrefillAdder.preempt_to_schedule", around, preemption.preempt_to_schedule),
-        (f"{scheduler}._get_new_batch_prefill_raw", around, preemption.get_new_batch_prefill),
-        (f"{scheduler}.__init__", around, hooks.build_scheduler),
-        (f"{scheduler}._can_schedule_lora_req", after, hooks.adapter_fits),
-        (f"{scheduler}.run_batch", around, hooks.run_batch),
-        (f"{scheduler}.maybe_sleep_on_idle", around, hooks.sleep_on_idle),
-        (f"{scheduler}.get_internal_state", after, hooks.internal_state),
-        ("speculative.eagle_utils.eagle_sample", after, speculation.sampled),
-        (f"{results}._resolve_spec_v2_tokens", after, speculation.accepted),
-        (
-            "mem_cache.kv_cache_builder.maybe_register_hicache_draft",
-            around,
-            speculation.register_draft,
-        ),
-        (f"{scheduler}._add_request_to_queue", before, namespaces.complete),
-        (f"{scheduler}.handle_dumper_control", around, pins.control),
-        (f"{scheduler}.handle_generate_request", around, entrance.admit),
-        (f"{tokenizer}.generate_request", around, entrance.check_request),
-        (f"{tokenizer}._create_tokenized_object", around, entrance.check_tokenized),
-        (f"{tokenizer}._tokenize_one_request", before, overflow.own_ids),
+        Hook(f"{args}.add_cli_args", after, server_args.add_cli_args, start),
+        Hook(f"{args}.from_cli_args", around, server_args.from_cli_args, start),
+        Hook(f"{args}.__post_init__", around, server_args.post_init, start),
+        Hook("uvicorn.run", around, worker.serve, start),
+        Hook(f"{runner}.load_model", after, model_state.after_load_model, start),
+        Hook(f"{scheduler}.__init__", around, hooks.build_scheduler, start),
+        Hook(draft, around, speculation.register_draft, start),
+        Hook(f"{runner}.forward", around, hooks.forward, forward),
+        Hook(f"{scheduler}.run_batch", around, hooks.run_batch, ends),
+        Hook(f"{policy}.SchedulePolicy.calc_priority", after, hooks.arrange, keeps),
+        Hook(f"{adder}.add_one_req", around, meeting.add_one_req, give_up),
+        Hook(f"{adder}.add_chunked_req", around, meeting.add_chunked_req, give_up),
+        Hook(f"{adder}.preempt_to_schedule", around, preemption.preempt_to_schedule, give_up),
+        Hook(prefill, around, preemption.get_new_batch_prefill, keeps),
+        Hook(f"{scheduler}._can_schedule_lora_req", after, hooks.adapter_fits, keeps),
+        Hook(f"{scheduler}.maybe_sleep_on_idle", around, hooks.sleep_on_idle, keeps),
+        Hook(f"{scheduler}.get_internal_state", after, hooks.internal_state, keeps),
+        Hook(sample, after, speculation.sampled, keeps),
+        Hook(f"{results}._resolve_spec_v2_tokens", after, speculation.accepted, keeps),
+        Hook(f"{scheduler}._add_request_to_queue", before, namespaces.complete, alone),
+        Hook(f"{scheduler}.handle_generate_request", around, entrance.admit, keeps),
+        Hook(f"{scheduler}.handle_dumper_control", around, pins.control, answer),
+        Hook(f"{tokenizer}.generate_request", around, entrance.check_request, status_400),
+        Hook(f"{tokenizer}._create_tokenized_object", around, entrance.check_tokenized, answer),
+        Hook(f"{tokenizer}._tokenize_one_request", before, overflow.own_ids, status_400),
         # The last of these runs first.
-        (f"{tokenizer}._validate_one_request", before, overflow.cut_prompt),
-        (f"{tokenizer}._validate_one_request", before, pins.check_pin_request),
-        (f"{tokenizer}._validate_one_request", before, namespaces.pack_key),
-        (f"{tokenizer}._validate_one_request", before, hooks.check_input_ids),
-        (f"{serving}._compute_extra_key", around, namespaces.openai_key),
-        (f"{chat}._convert_to_internal_request", after, overflow.count_head),
-        (f"{tokenizer}._wait_one_response", around, overflow.tell),
-        (f"{scheduler}.clear_hicache_storage_wrapped", around, hooks.clear_storage),
-        (f"{tokenizer}.clear_hicache_storage", around, hooks.clear_everywhere),
-        *((f"{updates}.{name}", around, hooks.change_weights) for name in hooks.REFUSED_UPDATE),
+        Hook(f"{tokenizer}._validate_one_request", before, overflow.cut_prompt, status_400),
+        Hook(f"{tokenizer}._validate_one_request", before, pins.check_pin_request, status_400),
+        Hook(f"{tokenizer}._validate_one_request", before, namespaces.pack_key, status_400),
+        Hook(f"{tokenizer}._validate_one_request", before, hooks.check_input_ids, status_400),
+        Hook(f"{serving}._compute_extra_key", around, namespaces.openai_key, status_400),
+        Hook(f"{chat}._convert_to_internal_request", after, overflow.count_head, status_400),
+        Hook(f"{tokenizer}._wait_one_response", around, overflow.tell, reply),
+        Hook(f"{scheduler}.clear_hicache_storage_wrapped", around, hooks.clear_storage, cleared),
+        Hook(f"{tokenizer}.clear_hicache_storage", around, hooks.clear_everywhere, cleared),
+        *(
+            Hook(f"{updates}.{name}", around, hooks.change_weights, guard.STALE)
+            for name in hooks.REFUSED_UPDATE
+        ),
     ]
     if not torch.cuda.is_available():
-        found.append((f"{backend}._run_sdpa_forward_extend", around, cpu_attention.extend))
-    named = [(f"sglang.srt.{target}", kind, hook) for target, kind, hook in found]
-    return [*named, ("uvicorn.run", around, worker.serve)]
+        extend = f"{backend}._run_sdpa_forward_extend"
+        found.append(Hook(extend, around, cpu_attention.extend, model))
+    return found

@@ -6,6 +6,7 @@ the restorer's gate are called where the model runs, which is the same thread.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,14 +15,24 @@ from sglang_hc.capture.capture import Capture, Segment
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.forms import BlockLayout
 from sglang_hc.profile_file import CachedProfile
+from sglang_hc.queue.meeting import Meetings
 from sglang_hc.queue.queue_view import QueueView
+from sglang_hc.queue.requests import Serial
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.tiers.retention import Retention
+from sglang_hc.tiers.trace import Recorder
+from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.forgetting import Forgetting
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import Prefix
+
+FETCHING_S = 0.005
+WAITING_S = 0.05
+KEEPING_S = 1.0
+"""Longest that the clock of decisions stands still while a request waits for blocks or meets its
+history, while one waits for its turn, and while pins or a time to live can end."""
 
 
 @dataclass(eq=False)
@@ -29,6 +40,7 @@ class Tiers:
     """The parts of one model's tiers. disk: what is below the host tier; None for nothing.
     exactness: what was measured at start of what comes back. ranks: who decides
     with them. own_errors: counts of what was wrong with a request, or with us, and cost reuse.
+    recorder: of the load; None for none.
     profile: keeps what is learned of the costs; None where another rank or a user does."""
 
     host: HostTier
@@ -40,22 +52,35 @@ class Tiers:
     exactness: Exactness
     ranks: Ranks = ALONE
     own_errors: Counter[str] = field(default_factory=Counter)
+    recorder: Recorder | None = None
     profile: CachedProfile | None = None
 
     @property
     def layout(self) -> BlockLayout:
         return self.restorer.path.pool.layout
 
+    @property
+    def meetings(self) -> Meetings[Serial]:
+        return self.queue.meetings
+
+    @property
+    def decides_alone(self) -> bool:
+        """Whether no other ranks must decide alike."""
+        return self.ranks.count == 1
+
     # -- upkeep ----------------------------------------------------------------------------------
 
-    def used(self, prefix: Prefix) -> None:
-        """A request is over: the path of its tokens was used, wherever it came from."""
+    def used(self, prefix: Prefix, pin: tuple[str, float] | None = None) -> None:
+        """A request is over: the path of its tokens was used, wherever it came from. pin: the
+        session and the seconds for which it asked to hold that."""
         if self.disk is not None:
             tree = self.host.tree
             nodes = tree.match(prefix).nodes
             origins = [node.moved.origin for node in nodes if node.moved is not None]
             self.disk.touch([*tree.identities(prefix), *origins])
             self.disk.save_again(nodes)
+        if pin is not None:
+            self.retention.pin_if_possible(prefix, *pin)
 
     def after_pass(self, segments: Sequence[Segment]) -> None:
         """A forward pass was submitted: end its restorations, stage its rows."""
@@ -98,6 +123,22 @@ class Tiers:
         self.retention.pins.unpin_all(what.names)
         return self.host.forget(what.names)
 
+    def drop_branch(self, node: BlockNode) -> list[Prefix]:
+        """Take a wrong block out of the tiers, with all that is known below it, and with copies of
+        these that were moved. Returns the paths whose last blocks these were."""
+        dropped, paths = {one.block_id for one in node.branch()}, []
+        nodes = self.host.tree.nodes()
+        copies = [one for one in nodes if one.moved is not None and one.moved.origin in dropped]
+        for wrong in (node, *copies):
+            if wrong.parent is None:  # below another one
+                continue
+            tokens = b"".join(one.tokens for one in wrong.path())
+            paths.append(Prefix(wrong.namespace, tokens))
+            if self.disk is not None:
+                self.disk.drop_branch(wrong)
+            self.host.drop_branch(wrong)
+        return paths
+
     def close(self) -> None:
         """Orderly stop: what was computed is saved, and everything given back."""
         self.ranks.leave()
@@ -106,6 +147,8 @@ class Tiers:
             self.disk.close()
         self.capture.scatters.close()
         self.restorer.path.copy_stream.close()
+        if self.recorder is not None:
+            self.recorder.close()
         if self.profile is not None:
             self.profile.close()
 
@@ -116,10 +159,24 @@ class Tiers:
 
     # -- numbers ---------------------------------------------------------------------------------
 
+    def patience(self) -> float:
+        """Seconds for which the clock of decisions may stand still now, where several ranks have
+        one (`ranks.agreement`)."""
+        fetching = self.disk is not None and len(self.disk.coming) > 0
+        if fetching or self.meetings.under_way:
+            return FETCHING_S
+        if self.queue.window.queue:
+            return WAITING_S
+        return KEEPING_S if self.retention.is_timed else math.inf
+
     def stats(self) -> dict[str, object]:
-        """Plain numbers for /server_info."""
-        plan = str(self.restorer.planner.plan)
-        return {"layer_plan": plan, **self.exactness.stats(), **self.levels(), **self.counts()}
+        """Plain numbers for /server_info, with what each rank counted."""
+        plan, counts = str(self.restorer.planner.plan), self.counts()
+        ranks = self.ranks.reports(counts)
+        shown: dict[str, object] = {} if self.decides_alone else {"ranks": ranks}
+        if self.recorder is not None:
+            shown |= self.recorder.stats()
+        return {"layer_plan": plan, **self.exactness.stats(), **self.levels(), **counts, **shown}
 
     def levels(self) -> dict[str, float]:
         """Numbers that go up and down."""

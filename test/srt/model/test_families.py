@@ -180,7 +180,7 @@ def test_copies_keep_off_every_stream_of_the_model(monkeypatch: pytest.MonkeyPat
     """That of the passes and the named ones: Qwen3 norms its keys on one of them."""
     from sglang.srt.runtime_context import get_context
 
-    from sglang_hc.srt.start.build_device import model_streams
+    from sglang_hc.srt.engine.streams import model_streams
 
     forward, alt = SimpleNamespace(cuda_stream=1), SimpleNamespace(cuda_stream=2)
     monkeypatch.setitem(get_context().resources.streams, "alt", alt)

@@ -10,9 +10,8 @@ import pytest
 
 from sglang_hc.config import GIB, HcConfig
 from sglang_hc.srt.ranks.replicas import Place, directories, host_share, place_of
-from sglang_hc.store.disk import DirectorySpec, DiskStore, Outcome
+from sglang_hc.store.disk import DirectorySpec, DiskStore, Outcome, StoredModel
 from sglang_hc.store.disk.format import part_of
-from sglang_hc.store.opening import DiskSpec
 from support.disk_store import FINGERPRINT, LAYOUT, SMALL, make_path, put, read_bytes
 
 
@@ -61,7 +60,8 @@ def test_a_part_names_the_rank_and_how_many_there_are() -> None:
 def rank(folder: Path, shard: int) -> DiskStore:
     """The store of one of two ranks, as `srt/start/build.py` opens it."""
     part = part_of(FINGERPRINT, Place(0, 1, shard, 2).part)
-    return DiskSpec((DirectorySpec(str(folder), SMALL, 2),), FINGERPRINT, "tiny", part).open(LAYOUT)
+    model = StoredModel.of(LAYOUT.chunks(), FINGERPRINT, "tiny", part)
+    return DiskStore.open((DirectorySpec(str(folder), SMALL, 2),), model)
 
 
 def test_a_ranks_part_is_served_to_no_other_rank(tmp_path: Path) -> None:

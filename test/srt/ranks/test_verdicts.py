@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 
-from sglang_hc.srt.ranks.decisions import FETCHING_S, KEEPING_S, WAITING_S, NextStage, patience
+from sglang_hc.srt.ranks.decisions import NextStage
+from sglang_hc.tiers.tiers import FETCHING_S, KEEPING_S, WAITING_S, Tiers
 
 
 def tiers(*, coming: int = 0, meets: bool = False, waiting: int = 0, is_timed: bool = False) -> Any:
     return SimpleNamespace(
         disk=SimpleNamespace(coming=range(coming)),
-        queue=SimpleNamespace(
-            meetings=SimpleNamespace(under_way=meets),
-            window=SimpleNamespace(queue=("r",) * waiting),
-        ),
+        meetings=SimpleNamespace(under_way=meets),
+        queue=SimpleNamespace(window=SimpleNamespace(queue=("r",) * waiting)),
         retention=SimpleNamespace(is_timed=is_timed),
     )
 
@@ -34,13 +33,13 @@ def tiers(*, coming: int = 0, meets: bool = False, waiting: int = 0, is_timed: b
     ],
 )
 def test_the_shortest_wait_counts(given: dict[str, Any], wanted: float) -> None:
-    assert patience(tiers(**given)) == wanted
+    assert Tiers.patience(tiers(**given)) == wanted
 
 
 def test_without_a_disk_only_turns_and_pins_count() -> None:
     some = tiers(waiting=1)
     some.disk = None
-    assert patience(some) == WAITING_S
+    assert Tiers.patience(some) == WAITING_S
 
 
 class Pipeline:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_hc.srt.engine.scheduler import TREE
+from sglang_hc.srt.engine.guard import SglangTree
 from sglang_hc.srt.requests.namespaces import ClientKey, client_key, complete, keeps_state, pack_key
 from sglang_hc.tree.namespaces import Namespace, client_namespace
 
@@ -24,8 +24,8 @@ def adapter(seed: int) -> SimpleNamespace:
 
 def scheduler(**adapters: SimpleNamespace) -> Any:
     manager = SimpleNamespace(loras=adapters)
-    runner = SimpleNamespace(lora_manager=manager, **{TREE: object()})
-    return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
+    runner, tree = SimpleNamespace(lora_manager=manager), object.__new__(SglangTree)
+    return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner), tree_cache=tree)
 
 
 def completed(key: str | None, lora: str | None = None, self: Any = None) -> Namespace:

@@ -42,7 +42,7 @@ class Server:
     def __init__(self) -> None:
         window, _, _, view = host_queue(64, eviction="lru")
         view.finished("before", 1)  # one block per request: the window holds them all
-        self.waiting = SchedulerQueue(view, None, on_device=lambda key: 0)
+        self.waiting = SchedulerQueue(view, lambda key: 0)
         self.window = window
         self.waiting_queue: list[Any] = []
         self.running: list[Any] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,8 +15,10 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sglang_hc.forms import LayerPlan
 from sglang_hc.queue.lookahead import LookAhead
+from sglang_hc.srt.engine.scheduler import OwnScheduler
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
+from sglang_hc.srt.tree.prerestored import PrerestoredBlocks
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.tree.identity import pack_tokens
 from support.host import FINGERPRINT, identities
@@ -49,7 +51,9 @@ def ours() -> tuple[HcRadixCache, LookAhead[str]]:
     tiers, _, _ = build(LayerPlan(0, 0, 1), slots=2, device_slots=4)
     order = DeviceOrder(FINGERPRINT, window)
     compute = ComputeStream(torch.device("cpu"))
-    return HcRadixCache(params(), tiers, NoScheduler(), compute, order), window  # type: ignore[arg-type]
+    given, scheduler = params(), cast(OwnScheduler, NoScheduler())
+    ahead = PrerestoredBlocks(given.token_to_kv_pool_allocator, tiers.restorer, compute)
+    return HcRadixCache(given, tiers, scheduler, compute, ahead, order), window
 
 
 def insert(cache: RadixCache, tokens: list[int], salt: str | None = None, at: int = 0) -> None:

@@ -19,13 +19,13 @@ from sglang_hc.restore.path import Restoration
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.srt.engine.intake import SERIAL
 from sglang_hc.srt.engine.streams import ComputeStream
-from sglang_hc.srt.tree.ahead import restore_what_came
+from sglang_hc.srt.tree.ahead import RestoreAhead
+from sglang_hc.srt.tree.device_tree import DeviceTree
 from sglang_hc.srt.tree.prerestored import (
     PrerestoredBlocks,
     interleave_slots,
     missing_ranges,
 )
-from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import BLOCK_BYTES
 from sglang_hc.tree.promotions import Promotion
@@ -268,15 +268,15 @@ def test_the_rest_of_the_prompt_has_room_or_nothing_is_restored_early(
     rest = prompt - world.head - world.early.tokens
     evictable = 100
     others = world.allocator.alloc(len(world.allocator.unused) - (rest - evictable + spare))
-    tree = SimpleNamespace(
-        page_size=1, prerestored=world.early, allocate=world.allocator.alloc,
-        evictable_size_=evictable, token_to_kv_pool_allocator=world.allocator,
-    )  # fmt: skip
+    room = world.allocator.available_size() + evictable
+    tree = SimpleNamespace(page_size=1, allocate=world.allocator.alloc, room=room)
+    nobody: Any = None
+    ahead = RestoreAhead(world.early, nobody, nobody, nobody, nobody)
     req = SimpleNamespace(
         prefix_indices=range(world.head), full_untruncated_fill_ids=range(prompt),
         _compute_max_prefix_len=lambda length: length - 1, **{SERIAL: ME},
     )  # fmt: skip
-    found = restore_what_came(cast(HcRadixCache, tree), world.meeting, req, world.head)
+    found = ahead.restore_what_came(cast(DeviceTree, tree), world.meeting, req, world.head)
     assert found == restored
     assert world.early.tokens == (2 * BLOCK_TOKENS if restored else 0)
     assert world.meeting.has_room == restored

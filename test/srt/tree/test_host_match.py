@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.srt.engine.streams import ComputeStream
+from sglang_hc.srt.tree.prerestored import PrerestoredBlocks
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.host import keep
@@ -49,6 +50,7 @@ class Subject:
         allocator: Any = SimpleNamespace(device="cpu", free_segment=lambda *_, **__: None)
         self.tiers, _, _ = build(LayerPlan(0, 0, 1), slots=SLOTS, device_slots=4)
         self.host = self.tiers.host
+        compute = ComputeStream(torch.device("cpu"))
         self.cache = HcRadixCache(
             CacheInitParams(
                 disable=False,
@@ -58,7 +60,8 @@ class Subject:
             ),
             self.tiers,
             NoScheduler(),  # type: ignore[arg-type]
-            ComputeStream(torch.device("cpu")),
+            compute,
+            PrerestoredBlocks(allocator, self.tiers.restorer, compute),
             None,
         )
 

@@ -9,24 +9,19 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from sglang_hc.store import known_blocks
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.disk import DirectoryError, DiskStore, sharing
 from sglang_hc.store.disk.maintenance import LOOK_S
 from sglang_hc.store.disk.sharing import NEW, SERVERS, living_servers
 from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.store.presence import Presence
 from support.clock import Clock
 from support.disk_store import (
     FILE,
@@ -38,7 +33,6 @@ from support.disk_store import (
     is_served,
     make_path,
     open_store,
-    path_of_block,
     put,
     remove,
 )
@@ -332,119 +326,3 @@ def test_a_server_that_is_stopped_with_the_lock_holds_up_nobody_for_ever(
     assert put(one, BLOCKS[2:3]) == [Outcome.OK]
     check_ledgers(one)
     threads.close()
-
-
-# -- asking, off the scheduler thread -------------------------------------------------------------
-
-
-class Asked:
-    """A server's blocks, and another server that has the directory too. The disk answers questions
-    when a test lets it."""
-
-    def __init__(self, scratch: Path, clock: Callable[[], float]) -> None:
-        self.store, self.other = open_store(scratch), open_store(scratch)
-        self.store.tick()
-        self.io = KnownBlocks(DiskThreads(self.store, HostPool(LAYOUT, 2), Counter()), clock)
-        self.asked: Counter[bytes] = Counter()
-        self.go_on = threading.Event()
-        self.go_on.set()
-        self._find = self.store.find
-        self.store.find = self.find  # type: ignore[method-assign]
-
-    def find(self, block_id: bytes) -> bool:
-        self.asked[block_id] += 1
-        assert self.go_on.wait(HANGS_S)
-        if block_id == bytes(16):
-            raise RuntimeError("for the test")
-        return self._find(block_id)
-
-    def ask(self, names: Sequence[bytes]) -> bool:
-        self.io.poll()
-        return self.io.ask(names)
-
-    def close(self) -> None:
-        self.go_on.set()
-        self.io.close()
-        self.other.close()
-
-
-def test_a_question_is_asked_once_and_its_answer_holds_for_a_while(scratch: Path) -> None:
-    clock = Clock(1e9)
-    one = Asked(scratch, clock)
-    put(one.other, BLOCKS[:2])
-    names = NAMES[:4]
-    one.go_on.clear()
-    assert one.ask(names) and one.ask(names)
-    one.go_on.set()
-    until(lambda: not one.ask(names))
-    assert one.asked == Counter(NAMES[:3]), "up to the first that is not there"
-    assert one.io.contains(names) == 2
-    assert not one.ask(names) and one.asked[NAMES[2]] == 1
-    clock.now += Presence.ABSENT.value
-    assert one.ask(names), "others go on storing"
-    until(lambda: not one.ask(names))
-    assert one.ask([bytes(16)])
-    until(lambda: not one.ask([bytes(16)]), show=lambda: "it was not found")
-    assert one.io.counts["disk_lookup_io_error"] == 1
-    one.close()
-
-
-def test_a_question_that_hangs_holds_up_nobody_else(
-    scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(known_blocks, "LOOKUP_S", 0.05)
-    one = Asked(scratch, time.monotonic)
-    one.go_on.clear()
-    assert one.ask(NAMES[:1])
-    until(lambda: not one.ask(NAMES[:1]))
-    assert one.ask(NAMES[1:2]) and not one.ask(NAMES[1:2]), "it is told at once"
-    assert one.io.counts["disk_lookup_timed_out"] == 2
-    assert one.asked == Counter(NAMES[:1]), "nothing piles up behind it"
-    one.go_on.set()
-    monkeypatch.setattr(known_blocks, "LOOKUP_S", HANGS_S)
-    put(one.other, BLOCKS[2:3])
-    until(lambda: not one.ask(NAMES[2:3]) and one.io.contains(NAMES[2:3]))
-    one.close()
-
-
-def test_a_request_waits_for_what_another_server_has(scratch: Path) -> None:
-    one, other = open_store(scratch), open_store(scratch)
-    one.tick()
-    threads = DiskThreads(one, HostPool(LAYOUT, 2), Counter())
-    io = KnownBlocks(threads)
-    put(other, BLOCKS[:4])
-    assert threads.changes() == {} and io.contains(NAMES) == 0
-    until(lambda: not io.ask(NAMES), io.poll)
-    assert io.contains(NAMES) == 4
-    assert threads.changes() == dict.fromkeys(NAMES[:4], True)
-    assert not io.ask(NAMES[:4]) and not io.ask([])
-    fresh = make_path(3, seed=1)
-    put(other, fresh)
-    path_of_block(other, fresh[2]).unlink()
-    names = [block.block_id for block in fresh]
-    until(lambda: not io.ask(names), io.poll)
-    assert io.contains(names) == 2
-    io.close()
-    other.close()
-
-
-@pytest.mark.parametrize(("seconds", "looks"), [(0.05, 60), (0.5, 12), (3.0, 2)])
-def test_a_large_directory_is_read_less_often(
-    scratch: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, looks: int
-) -> None:
-    """What others stored is looked for in a hundredth of the time."""
-    clock, looked = Clock(), []
-    one, other = open_store(scratch, clock=clock), open_store(scratch, clock=clock)
-
-    def slow() -> None:
-        looked.append(clock.now)
-        clock.now += seconds
-
-    monkeypatch.setattr(one.directories[0], "find_others", slow)
-    start = clock.now
-    for number in range(60):
-        clock.now = start + number * LOOK_S
-        one.tick()
-    assert len(looked) == looks
-    one.close()
-    other.close()

@@ -153,14 +153,15 @@ def test_whatever_is_met_takes_what_the_planner_says(
 ) -> None:
     """The decisions are taken again before each chunk, by what has come until then. Too much is
     planned where the disk and the device share the work of few blocks, and where the last run is
-    rounded up to a power of two."""
+    rounded up to a power of two; too little where a few blocks are restored that might have joined
+    those that come next."""
     alone, history = model(forms, gpus=1), blocks * BLOCK_TOKENS
     disk = rate * balance(alone, history)
     load = workload(history=history, asked=asked)
     cache, met, recomputed = served(disk, load, host=blocks + 100, model=alone)
     assume(cache.prefetcher.counters["meetings"])
     split = planned(disk, alone, history=history, asked=asked)
-    assert 0.75 * split.seconds <= met <= 1.1 * split.seconds
+    assert 0.75 * split.seconds <= met <= 1.15 * split.seconds
     assert met <= 1.02 * min(serial(disk, alone, history=history, asked=asked), recomputed)
 
 

@@ -1,10 +1,10 @@
 """One guard at the edge: an error of ours costs a request its reuse, never the server.
 
 Everything SGLang calls of us goes through here: the hooks (`plugin.all_hooks`) and the methods of
-the tree (`protect`). An `Exception` that our own code raised is logged and counted, what we keep of
-the request is dropped, and SGLang gets the answer that it would have had without us. `METHODS`
-and `HOOKS` say for each what that is; `UNGUARDED` says why an error there may end the process. A
-test holds that every hook, and every method of the tree that SGLang calls, is in one of them.
+the tree (`method`). An `Exception` that our own code raised is logged and counted, what we keep of
+the request is dropped, and SGLang gets the answer that it would have had without us. Each place
+says what that is; `Unguarded` and `UNGUARDED` say why an error there may end the process. A test
+holds that every method of the tree that SGLang calls is guarded or says why not.
 
 What SGLang's own code raises passes through unchanged, and so do BaseExceptions. Several ranks must
 decide alike, and one alone sees its own error: with them errors of the scheduler pass through too.
@@ -16,14 +16,12 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.plugins.hook_registry import HookType
-
-from sglang_hc.srt.engine.intake import serial_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,163 +33,67 @@ LOG_EVERY_S = 60.0
 
 _logged: dict[str, float] = {}
 
-Instead = Callable[..., Any]
+
+def nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 class Tokenizer(NamedTuple):
     """A hook of the tokenizer's process: an error is the request's; its client gets status 400."""
 
 
-class Place(NamedTuple):
-    """What is done about an error of ours.
+class Unguarded(NamedTuple):
+    """An error of this hook passes through, and why it may."""
 
-    drop: told of (tree, arguments) to forget what we keep of the requests concerned. It may raise.
-    answer: of (tree, arguments), in place of a method of the tree that SGLang's own tree has not.
-    """
-
-    drop: Instead = lambda tree, *args, **kwargs: None
-    answer: Instead | None = None
+    why: str
 
 
-# -- what is dropped -----------------------------------------------------------------------------
+class Guarded(NamedTuple):
+    """An error of ours costs reuse. Around a function of SGLang's, its answer is given; it is asked
+    at most once. drop: told of (tree, arguments) to forget what we keep of the requests concerned.
+    It may raise."""
+
+    drop: Callable[..., object] = nothing
 
 
-def _forget(tree: Any, req: Any) -> None:
-    """Nothing more is saved of a request, and nothing fetched for it."""
-    with tree.compute_stream.entered():
-        tree.tiers.capture.drop(serial_of(req))
+def give_up(tree: Any, self: Any, req: Any, *_: Any, **__: Any) -> None:
+    """Nothing is fetched for a request any more."""
     tree.waiting.give_up(req)
 
 
-def _give_up(tree: Any, self: Any, req: Any, *_: Any, **__: Any) -> None:
-    tree.waiting.give_up(req)
-
-
-def _give_up_all(tree: Any, rid: str, *_: Any) -> None:
-    tree.waiting.give_up_all(rid)
-
-
-def _forget_finished(tree: Any, req: Any, *_: Any, **__: Any) -> None:
-    with tree.compute_stream.entered():
-        tree.tiers.capture.drop(serial_of(req))
-    tree.waiting.finished(req, 0)
-
-
-def _nothing_restored(tree: Any, params: Any) -> Any:
-    """Of a host hit nothing is restored."""
-    params.req.host_hit_length = 0
-    return tree._empty_match_result.device_indices, params.req.last_node
-
-
-def _end_pass(tree: Any, batch: Any, requests: list[Any]) -> None:
-    """The pass was submitted; its restorations are over whatever became of its rows."""
-    tree.tiers.restorer.path.copy_stream.record().wait()  # of blocks that join no tree now
-    for req in requests:
-        tree.tiers.capture.drop(serial_of(req))
-    tree.tiers.after_pass(())
-
-
-def _forget_queue(tree: Any) -> None:
-    """Whoever waits is admitted with what is there."""
-    for req in tree.scheduler.waiting_queue:
-        tree.waiting.give_up(req)
-
-
-def _like_no_other(req: Any) -> None:
+def like_no_other(tree: Any, self: Any, req: Any, *_: Any, **__: Any) -> None:
     """A request whose namespace is not known shares nothing with anybody."""
     req.extra_key = secrets.token_hex(16)
 
 
-# -- places --------------------------------------------------------------------------------------
-
-METHODS: dict[str, Place] = {
-    "match_prefix": Place(),
-    "init_load_back": Place(answer=_nothing_restored),
-    "evict": Place(),
-    "prefetch_from_storage": Place(_give_up_all, lambda tree, *_: None),
-    "check_prefetch_progress": Place(_give_up_all, lambda tree, *_: True),
-    "pop_prefetch_loaded_tokens": Place(answer=lambda tree, *_: 0),
-    "release_aborted_request": Place(answer=lambda tree, *_: None),
-    "cache_unfinished_req": Place(lambda tree, req, *_, **__: _forget(tree, req)),
-    "cache_finished_req": Place(_forget_finished),
-    "take_in": Place(answer=lambda tree: None),
-    "look_at_queue": Place(_forget_queue, lambda tree: None),
-    "before_forward": Place(answer=lambda tree, *_: None),
-    "after_forward": Place(_end_pass, lambda tree, *_: None),
-    "clear_storage_backend": Place(answer=lambda tree, *_: False),
-}
-"""Methods of the tree. Where SGLang's own tree has the method, its answer is given."""
-
-HOOKS: dict[str, Place | Tokenizer] = {
-    "hooks.run_batch": Place(),
-    "hooks.arrange": Place(),
-    "hooks.internal_state": Place(),
-    "hooks.adapter_fits": Place(),
-    "hooks.sleep_on_idle": Place(),
-    "meeting.add_one_req": Place(_give_up),
-    "meeting.add_chunked_req": Place(_give_up),
-    "preemption.preempt_to_schedule": Place(_give_up),
-    "preemption.get_new_batch_prefill": Place(),
-    "speculation.sampled": Place(),
-    "speculation.accepted": Place(),
-    "entrance.admit": Place(),
-    "namespaces.complete": Place(lambda tree, self, req, *_, **__: _like_no_other(req)),
-    "namespaces.pack_key": Tokenizer(),
-    "namespaces.openai_key": Tokenizer(),
-    "overflow.own_ids": Tokenizer(),
-    "overflow.cut_prompt": Tokenizer(),
-    "overflow.count_head": Tokenizer(),
-    "pins.check_pin_request": Tokenizer(),
-    "hooks.check_input_ids": Tokenizer(),
-    "entrance.check_request": Tokenizer(),
-}
-"""Hooks. Around a function of SGLang's, its answer is given; it is asked at most once."""
-
-_START = "a server that is not as it was asked for does not start"
-_STALE = "state of other weights, or that was to be forgotten, would be served"
-_MEMORY = "device slots were promised, and nobody may read what is in them"
+STALE = Unguarded("state of other weights, or that was to be forgotten, would be served")
 
 UNGUARDED: dict[str, str] = {
-    "server_args.add_cli_args": _START,
-    "server_args.from_cli_args": _START,
-    "server_args.post_init": _START,
-    "model_state.after_load_model": _START,
-    "hooks.build_scheduler": _START,
-    "speculation.register_draft": _START,
-    "worker.serve": _START,
-    "cpu_attention.extend": "it is the model's own arithmetic",
-    "hooks.change_weights": _STALE,
-    "hooks.forward": "its parts are guarded; what is around them is SGLang's pass",
-    "entrance.check_tokenized": "its errors are the request's already",
-    "hooks.clear_storage": "an error is no answer that everything is gone",
-    "hooks.clear_everywhere": "an error is no answer that everything is gone",
-    "overflow.tell": "it only adds to a reply",
-    "pins.control": "its errors are answers to their client already",
-    "reset": _STALE,
-    "ready_to_load_host_cache": _MEMORY,
+    "reset": STALE.why,
+    "ready_to_load_host_cache": "nobody may read what is in slots that were promised",
     "check_hicache_events": "its parts are guarded, but for restorations that no pass picked up",
     "release_host_resources": "the server stops",
     "sanity_check": "it is there to raise",
     "evictable_size": "it adds two numbers",
     "is_backuped": "it is a constant",
 }
+"""Other methods of the tree that SGLang calls, and why an error there may end the process."""
 
 
 # -- the guard -----------------------------------------------------------------------------------
 
 
 class _Asked:
-    """SGLang's function, asked at most once, whoever asks."""
+    """SGLang's function, and how it went."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self.begun = self.done = False
+        self.done = False
         self.result: Any = None
         self.error: BaseException | None = None
         self.__name__ = getattr(function, "__name__", "")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.begun = True
         try:
             self.result = self._function(*args, **kwargs)
         except BaseException as error:
@@ -202,118 +104,99 @@ class _Asked:
 
 
 def name_of(hook: Callable[..., Any]) -> str:
-    """How a hook is called in the tables: module and function."""
+    """How a hook is called in the log: module and function."""
     return f"{hook.__module__.rpartition('.')[2]}.{hook.__name__}"
 
 
-def guarded(hook: Callable[..., Any], kind: HookType) -> Callable[..., Any]:
-    """A hook whose errors cost a request its reuse; the hook itself if it is not in HOOKS."""
-    name = name_of(hook)
-    place = HOOKS.get(name)
-    if place is None:
+def guarded(
+    hook: Callable[..., Any], kind: HookType, on_error: Guarded | Tokenizer | Unguarded
+) -> Callable[..., Any]:
+    """A hook whose errors do what `on_error` says."""
+    if isinstance(on_error, Unguarded):
         return hook
-    if isinstance(place, Tokenizer):
+    name = name_of(hook)
+    if isinstance(on_error, Tokenizer):
         wrapped = _of_tokenizer(name, hook)
     elif kind is HookType.AROUND:
-        wrapped = _around(name, hook, place)
+        wrapped = _around(name, hook, on_error.drop)
     else:
-        wrapped = _beside(name, hook, place)
+        wrapped = _beside(name, hook, on_error.drop)
     wrapped.__name__, wrapped.__module__ = hook.__name__, hook.__module__
     return wrapped
 
 
-def protect(tree: SglangTree) -> None:
-    """Put the guard around what SGLang calls of a tree. Once per tree."""
-    for name, place in METHODS.items():
-        setattr(tree, name, _method(tree, name, getattr(tree, name), place))
+SglangMethod = Callable[..., Any]
+"""A method of SGLang's own tree, without the tree."""
 
 
 class SglangTree(RadixCache):
-    """SGLang's tree; asked for an answer by `protect`'s guard, it gives it once."""
+    """SGLang's tree; methods of its classes are guarded by `method`."""
 
-    asked: dict[str, _Asked] = {}  # noqa: RUF012  replaced in `protect`'s trees only
-
-    def match_prefix(self, params: Any) -> Any:
-        return self._once("match_prefix", super().match_prefix, params)
-
-    def evict(self, params: Any) -> Any:
-        return self._once("evict", super().evict, params)
-
-    def cache_unfinished_req(self, *args: Any, **kwargs: Any) -> Any:
-        return self._once("cache_unfinished_req", super().cache_unfinished_req, *args, **kwargs)
-
-    def cache_finished_req(self, *args: Any, **kwargs: Any) -> Any:
-        return self._once("cache_finished_req", super().cache_finished_req, *args, **kwargs)
-
-    def _once(self, name: str, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        asked = self.asked.get(name)
-        if asked is None or asked.begun:
-            return theirs(*args, **kwargs)
-        return asked(*args, **kwargs)
+    decides_alone = True
+    """Whether no other ranks must decide alike."""
 
 
-def _method(
-    tree: SglangTree, name: str, own: Callable[..., Any], place: Place
-) -> Callable[..., Any]:
-    has_theirs = place.answer is None
-    if "asked" not in tree.__dict__:
-        tree.asked = {}
+def method(
+    drop: Callable[..., object] = nothing, answer: Callable[..., Any] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Guards a method of the tree. drop: see `Guarded`. answer: of (tree, arguments), what is
+    answered after an error. With None it is what SGLang's own tree answers, whose method `own` is
+    given as its first argument, and asks at most once."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        before = tree.asked.pop(name, None)
-        asked = _Asked(partial(getattr(RadixCache, name), tree)) if has_theirs else None
-        if asked is not None:
-            tree.asked[name] = asked
-        try:
-            return own(*args, **kwargs)
-        except Exception as error:
-            if asked is not None and asked.error is not None:
-                raise
-            _note(name, tree, error)
-            _drop(name, place, tree, args, kwargs)
-            if asked is None:
-                assert place.answer is not None
-                return place.answer(tree, *args, **kwargs)
-            return asked.result if asked.done else asked(*args, **kwargs)
-        finally:
-            tree.asked.pop(name, None)
-            if before is not None:
-                tree.asked[name] = before
+    def decorate(own: Callable[..., Any]) -> Callable[..., Any]:
+        name = own.__name__
+        theirs = answer or getattr(RadixCache, name)
 
-    return call
+        @wraps(own)
+        def call(tree: SglangTree, *args: Any, **kwargs: Any) -> Any:
+            def run(asked: _Asked, *args: Any, **kwargs: Any) -> Any:
+                given = (asked,) if answer is None else ()
+                return own(tree, *given, *args, **kwargs)
+
+            asked = _Asked(partial(theirs, tree))
+            return _served(name, drop, tree, run, asked, args, kwargs)
+
+        return call
+
+    return decorate
 
 
-def _around(name: str, hook: Callable[..., Any], place: Place) -> Callable[..., Any]:
+def _around(name: str, hook: Callable[..., Any], drop: Callable[..., object]) -> Callable[..., Any]:
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        asked = _Asked(original)
-        try:
-            return hook(asked, *args, **kwargs)
-        except Exception as error:
-            if asked.error is not None:
-                raise
-            tree = _tree_of(args)
-            _note(name, tree, error)
-            if tree is not None:
-                _drop(name, place, tree, args, kwargs)
-            return asked.result if asked.done else asked(*args, **kwargs)
+        return _served(name, drop, tree_of(*args), hook, _Asked(original), args, kwargs)
 
     return call
 
 
-def _beside(name: str, hook: Callable[..., Any], place: Place) -> Callable[..., Any]:
+def _beside(name: str, hook: Callable[..., Any], drop: Callable[..., object]) -> Callable[..., Any]:
     """Before or after a function of SGLang's."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:
+        def own(asked: _Asked, *args: Any, **kwargs: Any) -> Any:
             return hook(*args, **kwargs)
-        except Exception as error:
-            tree = _tree_of(args)
-            _note(name, tree, error)
-            if tree is not None:
-                _drop(name, place, tree, args, kwargs)
-            return None
+
+        return _served(name, drop, tree_of(*args), own, _Asked(nothing), args, kwargs)
 
     return call
+
+
+def _served(
+    name: str, drop: Callable[..., object], tree: SglangTree | None, own: Callable[..., Any],
+    asked: _Asked, args: Any, kwargs: Any,
+) -> Any:  # fmt: skip
+    """What `own` gives, which may ask SGLang; if it fails itself, what SGLang gives."""
+    try:
+        return own(asked, *args, **kwargs)
+    except Exception as error:
+        if asked.error is not None:
+            raise
+        _note(name, tree, error)
+        if tree is not None:
+            try:
+                drop(tree, *args, **kwargs)
+            except Exception:
+                _log(f"{name}, while its request was forgotten")
+        return asked.result if asked.done else asked(*args, **kwargs)
 
 
 def _of_tokenizer(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -331,7 +214,7 @@ def _of_tokenizer(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
 
 def _note(name: str, tree: SglangTree | None, error: Exception) -> None:
     """Count and log an error of ours; raises it where one rank alone may not go on."""
-    if tree is not None and tree.tiers.ranks.count > 1:
+    if tree is not None and not tree.decides_alone:
         raise error
     counters["guarded_errors"] += 1
     _log(name)
@@ -344,18 +227,8 @@ def _log(name: str) -> None:
         logger.exception("sglang-hc: an error in %s; it costs the request its reuse", name)
 
 
-def _drop(name: str, place: Place, tree: SglangTree, args: Any, kwargs: Any) -> None:
-    """What we keep of the requests concerned is forgotten, as far as that is possible."""
-    try:
-        place.drop(tree, *args, **kwargs)
-    except Exception:
-        _log(f"{name}, while its request was forgotten")
-
-
-def _tree_of(args: Sequence[Any]) -> SglangTree | None:
-    """The tree that a call concerns; None where the tiers are off."""
-    for one in args:
-        tree = getattr(one, "tree_cache", None)
-        if isinstance(tree, SglangTree):
-            return tree
-    return None
+def tree_of(*holders: Any) -> Any:
+    """The tree (`HcRadixCache`) of the first of these that has one: of a scheduler, or a part of it
+    or a batch; None where the tiers are off."""
+    trees = (getattr(one, "tree_cache", None) for one in holders)
+    return next((tree for tree in trees if isinstance(tree, SglangTree)), None)

@@ -72,8 +72,5 @@ class OwnScheduler:
         return Exporter(reporter.metrics_collector.labels)
 
 
-TREE = "_hc_tree"
-"""Attribute of a ModelRunner that holds the tree of its scheduler."""
-
 BUILDING: contextvars.ContextVar[OwnScheduler] = contextvars.ContextVar("hc_scheduler")
 """The scheduler that is being built in this process: SGLang's tree factories are not given it."""

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from sglang.srt.runtime_context import get_resources
 
 
 class ComputeStream:
@@ -53,3 +54,13 @@ class ComputeStream:
         for tensor in tensors:
             if tensor.device.type != "cpu":
                 tensor.record_stream(self.forward)
+
+
+def model_streams(runner: Any) -> list[Any]:
+    """Streams on which SGLang runs the model: that of the passes, and the named ones, such as the
+    one beside it for norms of queries and keys.
+
+    Its streams for scheduling and for results come later and are other ones: torch hands out 32 in
+    turn, and the tiers take a few.
+    """
+    return [runner.forward_stream, *get_resources().streams.values()]

@@ -124,6 +124,21 @@ def refuse_model(model: torch.nn.Module, group: StartGroup) -> None:
         )
 
 
+def refuse_other_pools(ctx: Any) -> None:
+    """Raise ConfigError for a model that keeps state outside the KV pool. ctx: what SGLang builds
+    its tree from."""
+    for wrong, what in (
+        (ctx.is_hybrid_swa, "models whose sliding-window layers have a pool of their own"),
+        (ctx.is_hybrid_ssm, "models with recurrent (Mamba) layers"),
+        (ctx.is_dsa, "models with sparse-attention indexes"),
+    ):
+        if wrong:
+            raise ConfigError(
+                f"sglang-hc does not support {what} yet: part of their state is outside the KV "
+                "pool. Add --hc-disable to serve without the tiers"
+            )
+
+
 def _not_proven(runner: Any, config: HcConfig, proof: HiddenProof) -> str | None:
     """Why hidden form may not be used although it works: it is not bit-exact and has to be."""
     if not config.exact or proof.wrong is None:

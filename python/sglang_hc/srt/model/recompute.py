@@ -80,13 +80,8 @@ class _Enough(Exception):
 
 
 class LayerRecomputer:
-    """Recomputes the first layers of a restoration. Implements `restore.path.Recomputer`.
-
-    adapter: SGLang's id of the LoRA to run with. Belongs to the scheduler thread, on the compute
-    stream.
-    """
-
-    adapter: str | None = None
+    """Recomputes the first layers of a restoration. Implements `restore.path.Recomputer`. Belongs
+    to the scheduler thread, on the compute stream."""
 
     def __init__(self, runner: Any, taps: TapBuffer | None) -> None:
         self._runner = runner
@@ -114,12 +109,14 @@ class LayerRecomputer:
     def recompute(
         self, tokens: torch.Tensor, slots: torch.Tensor, layers: int, chunk: int | None = None,
         between: Callable[[], None] = lambda: None, decode: bool = False,
+        adapter: str | None = None,
     ) -> None:  # fmt: skip
         """Write K/V of layers [0, layers) of the last len(tokens) tokens of a sequence.
 
         tokens: (n,) int64 ids. slots: (m,) int64 device slots of the sequence, m >= n; the layers
         read the first m - n. chunk: tokens per pass. between: called from one pass to the next.
-        decode: run decode steps instead of prefills; for chunks of one token.
+        decode: run decode steps instead of prefills; for chunks of one token. adapter: SGLang's id
+        of the LoRA to run with.
         """
         row = self._table[ROW, : slots.numel()]
         tokens = _on_device(tokens, slots.device)
@@ -133,21 +130,22 @@ class LayerRecomputer:
                         between()
                     end = min(start + chunk, stop)
                     piece = tokens[start - first : end - first]
-                    self.forward_pass(piece, slots[start:end], start, decode)
+                    self._forward_pass(piece, slots[start:end], start, decode, adapter)
         finally:
             row.zero_()
 
-    def forward_pass(
-        self, tokens: torch.Tensor, slots: torch.Tensor, start: int, decode: bool = False
-    ) -> None:
+    def _forward_pass(
+        self, tokens: torch.Tensor, slots: torch.Tensor, start: int, decode: bool,
+        adapter: str | None,
+    ) -> None:  # fmt: skip
         """One forward pass over tokens at positions [start, start + n), up to the last layer."""
         runner = self._runner
         batch = _batch(tokens, slots, start, runner.spec_algorithm)
         if decode:
             batch.forward_mode = ForwardMode.DECODE
         if runner.server_args.enable_lora:
-            batch.lora_ids = [self.adapter]
-            runner.lora_manager.fetch_new_loras({self.adapter})
+            batch.lora_ids = [adapter]
+            runner.lora_manager.fetch_new_loras({adapter})
             runner.lora_manager.prepare_lora_batch(batch)
         with forward_context(ForwardContext(attn_backend=runner.attn_backend)):
             runner.attn_backend.init_forward_metadata(batch)

@@ -13,7 +13,6 @@ them on as soon as it has them.
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass, fields
 from typing import Any
@@ -24,15 +23,9 @@ from sglang.utils import TypeBasedDispatcher
 from sglang_hc.config import ConfigError
 from sglang_hc.ranks.agreement import ALONE, Agreement, Decisions, Ranks
 from sglang_hc.ranks.board import CompletionBoard
-from sglang_hc.srt.engine.scheduler import TREE
+from sglang_hc.srt.engine.guard import tree_of
 from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.tiers.tiers import Tiers
-
-FETCHING_S = 0.005
-WAITING_S = 0.05
-KEEPING_S = 1.0
-"""Longest that the clock of decisions stands still while a request waits for blocks or meets its
-history, while one waits for its turn, and while pins or a time to live can end."""
 
 
 def ranks_of(group: StartGroup) -> Ranks:
@@ -97,13 +90,13 @@ class VotingReceiver(SchedulerRequestReceiver):
         if self.ranks.rank != 0:
             return requests
         assert requests is not None
-        decisions = self.ranks.decisions(patience(self.tiers), requests=bool(requests))
+        decisions = self.ranks.decisions(self.tiers.patience(), requests=bool(requests))
         return requests if decisions is None else [decisions, *requests]
 
 
 def attach(scheduler: Any) -> None:
     """A scheduler is complete: if it is one of several ranks, it takes part from now on."""
-    tree = getattr(scheduler.tp_worker.model_runner, TREE, None)
+    tree = tree_of(scheduler)
     ranks = tree.tiers.ranks if tree is not None else ALONE
     if not isinstance(ranks, Agreement):
         return
@@ -113,13 +106,3 @@ def attach(scheduler: Any) -> None:
         **same, tiers=tree.tiers, ranks=ranks, next_stage=NextStage(scheduler)
     )
     scheduler._request_dispatcher += TypeBasedDispatcher([(Decisions, ranks.apply)])
-
-
-def patience(tiers: Tiers) -> float:
-    """Seconds for which the clock of decisions may stand still now."""
-    fetching = tiers.disk is not None and len(tiers.disk.coming) > 0
-    if fetching or tiers.queue.meetings.under_way:
-        return FETCHING_S
-    if tiers.queue.window.queue:
-        return WAITING_S
-    return KEEPING_S if tiers.retention.is_timed else math.inf

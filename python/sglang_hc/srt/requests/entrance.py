@@ -31,8 +31,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_hc.errors import convert
 from sglang_hc.srt.arguments.server_args import config_of
-from sglang_hc.srt.engine.guard import counters
-from sglang_hc.srt.engine.scheduler import TREE
+from sglang_hc.srt.engine.guard import counters, tree_of
 from sglang_hc.srt.requests.namespaces import ClientKey
 from sglang_hc.srt.requests.overflow import accept_cut
 from sglang_hc.tree.namespaces import MAX_KEY_BYTES, Namespace
@@ -224,7 +223,7 @@ async def _refused(error: ValueError) -> AsyncIterator[Any]:
 def admit(original: Callable[..., None], self: Any, recv_req: Any) -> None:
     """AROUND Scheduler.handle_generate_request: whatever came is looked at as data. Status 400 for
     what SGLang or the tiers could not use; a cut that is not the tokenizer's is taken out."""
-    if getattr(self.tp_worker.model_runner, TREE, None) is None:
+    if tree_of(self) is None:
         return original(self, recv_req)
     wrong = request_wrong(recv_req, self.model_config.vocab_size, self.model_config.hidden_size)
     if wrong is None:

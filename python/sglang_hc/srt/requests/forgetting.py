@@ -9,19 +9,14 @@ device and host memory meanwhile is forgotten once more, and only then the answe
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sglang.srt.mem_cache.radix_cache import RadixKey
-
-from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.store.block_io import BlockDone
+from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.forgetting import FORGOTTEN, Forgetting
 from sglang_hc.tree.identity import pack_tokens
-
-logger = logging.getLogger(__name__)
 
 METHOD = "hc_state/forget"
 """Of our control request."""
@@ -38,11 +33,16 @@ _NO_DELETE = "the remote store can delete no single block; clear it with " + (
 )
 
 
-class Forgetter:
-    """Forgets for one tree. Belongs to the scheduler thread. tree: the `HcRadixCache`."""
+ForgetAbove = Callable[[Forgetting, str], tuple[int, list[bytes]]]
+"""Forgets on the device and in host memory, for which a namespace is given that no request has.
+Returns the tokens and the blocks that were there."""
 
-    def __init__(self, tree: Any) -> None:
-        self._tree = tree
+
+class Forgetter:
+    """What is being forgotten below the device. Belongs to the scheduler thread."""
+
+    def __init__(self, disk: LowerTier | None) -> None:
+        self._disk = disk
         self._under_way: list[Forgetting] = []
         self._numbers = itertools.count()
 
@@ -52,66 +52,36 @@ class Forgetter:
             return True
         return any(what.names(namespace) for what in self._under_way)
 
-    def forget(self, what: Forgetting, ended: Callable[[Answer], object]) -> None:
+    def forget(
+        self, what: Forgetting, above: ForgetAbove, ended: Callable[[Answer], object]
+    ) -> None:
         """Forget namespaces in every tier; see the module. ended: told of it, perhaps at once."""
         self._under_way.append(what)
-        tokens, block_ids = self._forget_above(what)
+        tokens, block_ids = above(what, self._hidden())
 
         def below_is_done(done: Sequence[BlockDone]) -> None:
-            more, ids = self._forget_above(what)
+            more, ids = above(what, self._hidden())
             self._under_way.remove(what)
             ended(_answer(tokens + more, len(block_ids) + len(ids), done))
 
-        disk = self._tree.tiers.disk
-        if disk is None:
+        if self._disk is None:
             below_is_done(())
         else:
-            disk.erase(what, block_ids, below_is_done)
+            self._disk.erase(what, block_ids, below_is_done)
 
     def clear(self, ended: Callable[[bool], object]) -> bool:
         """Erase everything below host memory, for all namespaces of this model. ended: told whether
         all of it is gone. False, and nothing happens: there is nothing that is ours."""
-        disk = self._tree.tiers.disk
-        if disk is None or disk.is_disowned:
+        if self._disk is None or self._disk.is_disowned:
             return False
-        disk.erase(None, (), lambda done: ended(all(one.outcome is Outcome.OK for one in done)))
+        self._disk.erase(
+            None, (), lambda done: ended(all(one.outcome is Outcome.OK for one in done))
+        )
         return True
 
-    def _forget_above(self, what: Forgetting) -> tuple[int, list[bytes]]:
-        """On the device and in host memory. Returns the tokens and the blocks that were there."""
-        tree, hidden = self._tree, f"{FORGOTTEN}{next(self._numbers)}"
-        with tree.compute_stream.entered():
-            for req in tree.scheduler.requests:
-                if what.names(req.extra_key):
-                    tree.waiting.give_up(req)
-                    tree.tiers.capture.drop(serial_of(req))
-                    req.extra_key = hidden
-            block_ids = tree.tiers.forget(what)
-        return self._forget_on_device(what, hidden), block_ids
-
-    def _forget_on_device(self, what: Forgetting, hidden: str) -> int:
-        """Free what no request uses, and give the rest another namespace. Returns the tokens."""
-        tree, count = self._tree, 0
-        tops = [top for top in tree.root_node.children.values() if what.names(top.key.extra_key)]
-        nodes = tops
-        for node in nodes:  # which grows meanwhile
-            nodes += node.children.values()
-        for node in reversed(nodes):
-            count += len(node.key)
-            if node.lock_ref == 0:
-                tree.token_to_kv_pool_allocator.free_segment(node.value, start_pos=0)
-                tree._delete_leaf(node)
-                tree._record_remove_event(node)
-            else:
-                _rename(node, hidden, tree.page_size)
-        return count
-
-
-def _rename(node: Any, namespace: str, page_size: int) -> None:
-    siblings, old = node.parent.children, node.key
-    del siblings[old.child_key(page_size)]
-    node.key = RadixKey(old.token_ids, namespace, old.is_bigram, old.limit)
-    siblings[node.key.child_key(page_size)] = node
+    def _hidden(self) -> str:
+        """A namespace that no request has."""
+        return f"{FORGOTTEN}{next(self._numbers)}"
 
 
 def _answer(tokens: int, blocks: int, done: Sequence[BlockDone]) -> Answer:
@@ -160,4 +130,4 @@ def forget(tree: Any, body: dict[str, Any], reply: Callable[[Answer], object]) -
         busy = "with --pp-size above 1 state is forgotten while no request runs; try again"
         reply(_refused(409, busy))
     else:
-        tree.forgetter.forget(Forgetting(body["client"], pack_tokens(body["tokens"])), reply)
+        tree.forget(Forgetting(body["client"], pack_tokens(body["tokens"])), reply)

@@ -12,7 +12,7 @@ import secrets
 from typing import Any
 
 from sglang_hc.srt.arguments.server_args import config_of
-from sglang_hc.srt.engine.scheduler import TREE
+from sglang_hc.srt.engine.guard import tree_of
 from sglang_hc.srt.model.identity import adapter_digest
 from sglang_hc.tree.namespaces import Namespace, client_namespace
 
@@ -71,14 +71,13 @@ def complete(self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
 
     A key that no hook has packed is the client's `extra_key`, whatever it says.
     """
-    runner = self.tp_worker.model_runner
-    if getattr(runner, TREE, None) is None or hasattr(req, _NAMED):
+    if tree_of(self) is None or hasattr(req, _NAMED):
         return
     setattr(req, _NAMED, True)
     key, lora = req.extra_key, req.lora_id
     if lora is not None and key is not None:  # SGLang appended it
         key = key.removesuffix(lora) or None
-    adapter = None if lora is None else _digest_of(runner, lora)
+    adapter = None if lora is None else _digest_of(self.tp_worker.model_runner, lora)
     req.extra_key = Namespace.of(key)._replace(adapter=adapter).pack()
     keeps_state(req)  # while the request still has its inputs
 

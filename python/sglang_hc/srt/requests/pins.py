@@ -23,8 +23,7 @@ from sglang.srt.managers.io_struct import DumperControlReqInput, DumperControlRe
 from sglang_hc.errors import convert
 from sglang_hc.policy.pins import MAX_PIN_S, PinLimitError
 from sglang_hc.srt.arguments.server_args import config_of
-from sglang_hc.srt.engine.guard import counters
-from sglang_hc.srt.engine.scheduler import TREE
+from sglang_hc.srt.engine.guard import counters, tree_of
 from sglang_hc.srt.requests.forgetting import METHOD, forget
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tree.identity import Prefix, pack_tokens
@@ -85,7 +84,7 @@ def control(original: Callable[..., Any], self: Any, recv_req: DumperControlReqI
     method, body = recv_req.method, recv_req.body
     if not method.startswith(PREFIX) and method != METHOD:
         return original(self, recv_req)
-    tree = getattr(self.tp_worker.model_runner, TREE, None)
+    tree = tree_of(self)
 
     def reply(answer: dict[str, Any]) -> None:
         output = DumperControlReqOutput(success=True, response=[answer])

@@ -20,6 +20,7 @@ from sglang_hc.queue.queue_view import QueueView
 from sglang_hc.queue.requests import QueuedPrompt, Serial, departed, without
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.requests.overflow import dropped_of, earlier_of
+from sglang_hc.tiers.trace import Recorder
 from sglang_hc.tree.identity import Prefix, pack_tokens
 
 
@@ -34,9 +35,12 @@ class SchedulerQueue:
         self,
         queue: QueueView,
         on_device: Callable[[RadixKey], int],
+        recorder: Recorder | None = None,
     ) -> None:
-        """on_device: tokens of a key that the device has now."""
+        """on_device: tokens of a key that the device has now. recorder: is told who comes, waits
+        on, and leaves without being admitted."""
         self._view = queue
+        self._recorder = recorder
         self._on_device = on_device
         self._arranged = False
         self._queue: list[Any] = []
@@ -46,15 +50,10 @@ class SchedulerQueue:
         """The known requests of `_queue`, the queue at the last look, in its order."""
         self._turns: Iterator[Any] = iter(())
         """The queue from the request on that SGLang asks for next."""
-        self._on_left: list[Callable[[Serial], object]] = []
         self.last_matched: Any = None
         """The request of the last match, until it is queued: SGLang does both in a row."""
         self.last_asked: Any = None
         """The request of the last `ready`; None for one that was not found."""
-
-    def subscribe(self, on_left: Callable[[Serial], object]) -> None:
-        """Call this for every known request that has left the queue without being admitted."""
-        self._on_left.append(on_left)
 
     def on_schedule_step(self, queue: list[Any], decoding: int) -> None:
         """Top of a scheduling pass over SGLang's waiting requests: what they need is kept and
@@ -81,7 +80,7 @@ class SchedulerQueue:
 
     def look_at(self, request: Serial) -> QueuedPrompt:
         """What a waiting request is."""
-        return self._view.look_at(request)
+        return self._view.sources.look_at(request)
 
     def arrange(self, queue: list[Any]) -> None:
         """SGLang is about to ask for the requests of the queue in turn. With ready-first the first
@@ -108,6 +107,8 @@ class SchedulerQueue:
         req, self.last_matched = self.last_matched, None
         if req is not None and req.rid == rid:
             self._arrived.append(req)
+            if self._recorder is not None:
+                self._recorder.arrived(serial_of(req), _prompt_of(req))
             self._view.arrived(serial_of(req), partial(self._look_at, req))
             dropped = dropped_of(req)
             if dropped and not req.retracted_stain:
@@ -118,7 +119,11 @@ class SchedulerQueue:
         """Whether the request, whose turn it is, may be admitted in this pass: the next one of this
         name in the order in which SGLang asks."""
         self.last_asked = next((req for req in self._turns if req.rid == rid), None)
-        return self.last_asked is None or self.may_run(self.last_asked)
+        if self.last_asked is None or self.may_run(self.last_asked):
+            return True
+        if self._recorder is not None:
+            self._recorder.passed_over(serial_of(self.last_asked))
+        return False
 
     def skipped(self, req: Any) -> None:
         """SGLang passes over this request, whose turn it is, without asking."""
@@ -186,11 +191,14 @@ class SchedulerQueue:
                 self._end(request)
 
     def _end(self, request: Serial) -> None:
-        for listener in self._on_left:
-            listener(request)
+        if self._recorder is not None:
+            self._recorder.gone(request)
         self._view.left(request)
 
     def _look_at(self, req: Any) -> QueuedPrompt:
         key = RadixKey(req.full_untruncated_fill_ids, req.extra_key)
-        prompt = Prefix(req.extra_key, pack_tokens(key.token_ids))
-        return QueuedPrompt(prompt, partial(self._on_device, key), earlier_of(req))
+        return QueuedPrompt(_prompt_of(req), partial(self._on_device, key), earlier_of(req))
+
+
+def _prompt_of(req: Any) -> Prefix:
+    return Prefix(req.extra_key, pack_tokens(req.full_untruncated_fill_ids))

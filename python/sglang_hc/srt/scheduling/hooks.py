@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from fastapi import HTTPException
@@ -23,7 +24,8 @@ from sglang.srt.managers.io_struct import (
 
 from sglang_hc.errors import ConfigError
 from sglang_hc.srt.arguments.server_args import config_of
-from sglang_hc.srt.engine.scheduler import BUILDING, TREE, OwnScheduler
+from sglang_hc.srt.engine.guard import tree_of
+from sglang_hc.srt.engine.scheduler import BUILDING, OwnScheduler
 from sglang_hc.srt.ranks import decisions
 from sglang_hc.srt.requests.overflow import check_window
 from sglang_hc.srt.scheduling.speculation import hand_over
@@ -43,6 +45,9 @@ NOT_CLEARED = (
     "the storage back end was not cleared, or not all of it: without --hc-disk and --hc-remote, or "
     "after a weight update, there is none that is this server's; else see its log, and try again"
 )
+
+_running: ContextVar[tuple[HcRadixCache, list[Any]] | None] = ContextVar("hc_running", default=None)
+"""The tree and the requests of the batch that is being run."""
 
 
 def build_scheduler(build: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
@@ -69,30 +74,32 @@ def arrange(result: None, self: Any, waiting_queue: list[Any], *args: Any, **kwa
     The order of arrival, which SGLang leaves as it is where it serves first come, first served, is
     restored at the top of each pass (`SchedulerQueue.on_schedule_step`).
     """
-    if isinstance(self.tree_cache, HcRadixCache):
-        self.tree_cache.waiting.arrange(waiting_queue)
+    tree = tree_of(self)
+    if tree is not None:
+        tree.waiting.arrange(waiting_queue)
 
 
 def adapter_fits(result: bool, self: Any, req: Any, *args: Any) -> None:
     """AFTER Scheduler._can_schedule_lora_req: a request whose adapter finds no room in this pass is
     passed over before the tree is asked for it."""
-    if not result and isinstance(self.tree_cache, HcRadixCache):
-        self.tree_cache.waiting.skipped(req)
+    tree = tree_of(self)
+    if tree is not None and not result:
+        tree.waiting.skipped(req)
 
 
 def run_batch(
     original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND Scheduler.run_batch: a forward batch knows request ids only; the tree is told which
-    requests they belong to."""
-    tree = tree_of(self.tp_worker.model_runner)
+    """AROUND Scheduler.run_batch: the model runner knows neither the tree nor the requests; it
+    finds them in `_running`."""
+    tree = tree_of(self)
     if tree is None:
         return original(self, batch, *args, **kwargs)
-    tree.running = list(batch.reqs)
+    token = _running.set((tree, list(batch.reqs)))
     try:
         result = original(self, batch, *args, **kwargs)
     finally:
-        tree.running = []
+        _running.reset(token)
     hand_over(tree, result)
     return result
 
@@ -101,38 +108,35 @@ def forward(
     original: Callable[..., Any], self: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """AROUND ModelRunner.forward: after the pass, take its rows and end its restorations."""
-    tree = tree_of(self)
-    if tree is None:
+    running = _running.get()
+    if running is None or self.is_draft_worker:
         return original(self, forward_batch, *args, **kwargs)
+    tree, requests = running
     tree.before_forward(forward_batch)
     output = original(self, forward_batch, *args, **kwargs)
-    tree.after_forward(forward_batch, tree.running)
+    tree.after_forward(forward_batch, requests)
     return output
 
 
 def internal_state(result: Any, self: Any, recv_req: Any) -> Any:
     """AFTER Scheduler.get_internal_state: the tiers' numbers in /server_info, and what each rank
     counted. Only the first rank's answer is sent."""
-    tree = tree_of(self.tp_worker.model_runner)
+    tree = tree_of(self)
     if tree is not None:
-        numbers = tree.stats()
-        counts = tree.tiers.ranks.reports(tree.tiers.counts())
-        if len(counts) > 1:
-            numbers["ranks"] = counts
-        result.internal_state["hc"] = numbers
+        result.internal_state["hc"] = tree.stats()
     return result
 
 
 def sleep_on_idle(original: Callable[..., None], self: Any) -> None:
     """AROUND Scheduler.maybe_sleep_on_idle, the end of an idle pass: audits come before sleep."""
-    tree = tree_of(self.tp_worker.model_runner)
-    if tree is None or tree.audit is None or not tree.audit.step():
+    tree = tree_of(self)
+    if tree is None or tree.audit is None or not tree.audit.step(tree):
         original(self)
 
 
 def change_weights(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
     """AROUND each weight update: nothing saved under the old weights may be served."""
-    tree = tree_of(self.tp_worker.model_runner)
+    tree = tree_of(self.scheduler)
     if tree is None:
         return original(self, recv_req)
     if tree.scheduler.is_between_stages:
@@ -149,7 +153,7 @@ def change_weights(original: Callable[..., Any], self: Any, recv_req: Any) -> An
 def clear_storage(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
     """AROUND Scheduler.clear_hicache_storage_wrapped: answered when what was below host memory is
     gone for good. Nothing is cleared while a batch is between two stages of a pipeline."""
-    tree = tree_of(self.tp_worker.model_runner)
+    tree = tree_of(self)
     if tree is None:
         return original(self, recv_req)
 
@@ -192,9 +196,3 @@ def check_input_ids(self: Any, obj: Any, input_ids: list[int] | None) -> None:
             f"input_ids contains the token id {wrong}, which is not in the model's vocabulary; "
             f"valid ids are 0 to {vocabulary - 1}"
         )
-
-
-def tree_of(runner: Any) -> HcRadixCache | None:
-    """The tree of a model runner's scheduler; None where the tiers are off, or not built yet."""
-    tree: HcRadixCache | None = getattr(runner, TREE, None)
-    return tree

@@ -16,7 +16,7 @@ import torch
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.queue.meeting import Action, Meeting
 from sglang_hc.srt.engine.intake import serial_of
-from sglang_hc.srt.tree import ahead
+from sglang_hc.srt.tree.ahead import restorable
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 
 UNLIMITED = 1 << 62
@@ -30,13 +30,13 @@ def add_one_req(original: Callable[..., Any], self: Any, req: Any, *args: Any, *
     """
     tree = self.tree_cache
     if isinstance(tree, HcRadixCache) and self.rem_chunk_tokens is not None:
-        meeting = tree.tiers.queue.meetings.of(serial_of(req))
+        meeting = tree.meetings.of(serial_of(req))
         if meeting is not None:
             head = len(req.prefix_indices) + req.host_hit_length
-            step = tree.tiers.queue.meetings.next(serial_of(req), head)
+            step = tree.meetings.next(serial_of(req), head)
             if step.action is Action.RESTORE and meeting.path_to(head) is not None:
                 # The scheduler makes room for it as for any host hit, and calls `init_load_back`.
-                stop = ahead.restorable(tree, meeting, req)
+                stop = restorable(meeting, req, tree.page_size)
                 req.host_hit_length = max(0, stop - len(req.prefix_indices))
             elif step.action is not Action.OVER:
                 # What is here already joins behind a first chunk.
@@ -50,7 +50,7 @@ def add_chunked_req(original: Callable[..., Any], self: Any, req: Any):
     or, as SGLang does with sliding windows, return the request without adding it to this batch."""
     tree = self.tree_cache
     if isinstance(tree, HcRadixCache):
-        meeting = tree.tiers.queue.meetings.of(serial_of(req))
+        meeting = tree.meetings.of(serial_of(req))
         if meeting is not None:
             tokens = _between_chunks(tree, meeting, req)
             if not tokens:
@@ -65,8 +65,8 @@ def _between_chunks(tree: HcRadixCache, meeting: Meeting, req: Any) -> int:
     head = len(req.prefix_indices)
     if head != req.cache_protected_len:  # the last page is not full: nothing can follow it
         return _aligned(tree, head, 1)
-    meetings = tree.tiers.queue.meetings
-    if not meeting.is_here(head) and ahead.restore_what_came(tree, meeting, req, head):
+    meetings = tree.meetings
+    if not meeting.is_here(head) and tree.ahead.restore_what_came(tree, meeting, req, head):
         return 0  # the next pass sees what came meanwhile
     if req.inflight_middle_chunks > 0 and not (meetings.decoding or meeting.is_here(head)):
         # With overlap scheduling the last chunk is still running: once it is over more will be
@@ -74,7 +74,7 @@ def _between_chunks(tree: HcRadixCache, meeting: Meeting, req: Any) -> int:
         return 0
     step = meetings.next(serial_of(req), head)
     if step.action is Action.RESTORE:
-        restored = ahead.load_back(tree, meeting, req)
+        restored = tree.load_met(meeting, req)
         if restored is not None:
             _go_on_behind(tree, req, *restored)
         return UNLIMITED
@@ -101,4 +101,6 @@ def _go_on_behind(tree: HcRadixCache, req: Any, slots: torch.Tensor, node: Any) 
     req.last_node = node
     req.prefix_indices = torch.cat([req.prefix_indices, slots])
     req.cache_protected_len = len(req.prefix_indices)
-    tree.continue_behind(req, len(slots))
+    if not req.retracted_stain:
+        req.cached_tokens_storage += len(slots)  # they count as served by the store
+    tree.drop(req)  # its state is saved from there on

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_hc.srt.tree.tree_backend import HcRadixCache
+from sglang_hc.srt.engine.guard import tree_of
 
 
 def preempt_to_schedule(
@@ -18,8 +18,8 @@ def preempt_to_schedule(
 ) -> bool:
     """AROUND PrefillAdder.preempt_to_schedule: nobody makes room for a request that waits for its
     state."""
-    tree = self.tree_cache
-    if not isinstance(tree, HcRadixCache):
+    tree = tree_of(self)
+    if tree is None:
         return original(self, req, *args, **kwargs)
     if not tree.waiting.may_run(req):
         return False
@@ -33,8 +33,8 @@ def get_new_batch_prefill(
     """AROUND Scheduler._get_new_batch_prefill_raw: whoever made room waits again, although nobody
     was admitted."""
     batch, running = original(self, *args, **kwargs)
-    tree = self.tree_cache
-    if isinstance(tree, HcRadixCache):
+    tree = tree_of(self)
+    if tree is not None:
         preempted, tree.preempted = tree.preempted, []
         if batch is None:
             for req in preempted:

@@ -39,15 +39,12 @@ def sampled(
     tree = batch.tree_cache
     if not isinstance(tree, HcRadixCache) or batch.forward_mode.is_idle():
         return
-    verified = tree.tiers.capture.verified
-    if verified is not None:
-        verified.hold(result[2], verify_input.draft_token_num)
+    tree.capture.hold(result[2], verify_input.draft_token_num)
 
 
 def hand_over(tree: HcRadixCache, result: Any) -> None:
     """A batch was run: what was held of it goes with its result."""
-    verified = tree.tiers.capture.verified
-    held = verified.take() if verified is not None else None
+    held = tree.capture.take_held()
     if held is not None:
         setattr(result, HELD, held)
 
@@ -69,7 +66,7 @@ def accepted(tokens: list[list[int]], self: Any, result: Any, batch: Any) -> Non
         if kept and not (req.finished() or req.is_retracted)
     ]
     with tree.compute_stream.entered():
-        tree.tiers.capture.take(segments, held.states)
+        tree.capture.take(segments, held.states)
 
 
 def draft_layers(draft: Any, eagle: bool, group: StartGroup) -> tuple[DraftLayers, list[str]]:

@@ -1,13 +1,16 @@
-"""Builds the tree and the tiers below it for one scheduler process.
+"""Builds the tiers of one scheduler process, and the tree above them.
 
-`build_tree_cache` reads top to bottom: what SGLang loaded, the KV pool and what can be recomputed,
-sizes, memory, what lies below host memory, the tiers, the tree.
+This is the second half of a start. The first, `after_load_model` in `srt/model/model_state.py`,
+settles costs, layer plan and taps before SGLang makes its KV pool. `build_tree_cache` comes behind
+that and reads top to bottom: every part is given what it needs when it is made.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,8 +18,10 @@ from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.direct import DirectRows
 from sglang_hc.capture.saving import DeviceState, HiddenPath
 from sglang_hc.capture.snapshots import ScatterQueue, Snapshots
-from sglang_hc.config import GIB, ConfigError, shared_directory
-from sglang_hc.device.copy_stream import SideStream
+from sglang_hc.config import GIB, ConfigError, HcConfig, shared_directory
+from sglang_hc.device.copy_stream import CopyStream, SideStream, copy_stream_for
+from sglang_hc.device.exactness import Exactness
+from sglang_hc.device.gather_scatter import gather
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import make_policy
@@ -27,40 +32,48 @@ from sglang_hc.queue.queue_view import QueueRules, QueueView
 from sglang_hc.queue.requests import Serial
 from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.restore.cost_observer import CostObserver, timer_for
-from sglang_hc.restore.path import RestorePath
+from sglang_hc.restore.path import RestorePath, Rotation
 from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
+from sglang_hc.srt.arguments.server_args import config_of
 from sglang_hc.srt.arguments.storage_backends import remote_key, remote_store
+from sglang_hc.srt.engine import in_place
 from sglang_hc.srt.engine.guard import counters as own_errors
-from sglang_hc.srt.engine.guard import protect
-from sglang_hc.srt.engine.scheduler import BUILDING, TREE
-from sglang_hc.srt.engine.streams import ComputeStream
+from sglang_hc.srt.engine.scheduler import BUILDING, OwnScheduler
+from sglang_hc.srt.engine.streams import ComputeStream, model_streams
 from sglang_hc.srt.model.capture_memory import SNAPSHOT_BUFFERS
+from sglang_hc.srt.model.columns import columns_of
 from sglang_hc.srt.model.identity import model_identity
-from sglang_hc.srt.model.projection import fastest_stream
+from sglang_hc.srt.model.kv_pool import KvPoolRows, UnsupportedPool, fastest_gather
+from sglang_hc.srt.model.model_state import MODEL_STATE, ModelState, refuse_other_pools
+from sglang_hc.srt.model.projection import by_sglang, fastest_projection, fastest_stream
+from sglang_hc.srt.model.recompute import LayerRecomputer, recomputer_for
+from sglang_hc.srt.model.rotation import checked_rotation
 from sglang_hc.srt.ranks.decisions import ranks_of
-from sglang_hc.srt.ranks.replicas import directories, host_share, place_of
+from sglang_hc.srt.ranks.replicas import Place, directories, host_share, place_of
+from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.srt.scheduling.speculation import draft_layers
-from sglang_hc.srt.start.build_device import Device, Model, device_of, loaded
-from sglang_hc.srt.start.recorded_tree import RecordedRadixCache, recorder_of
-from sglang_hc.srt.start.sizes import TierSizes
+from sglang_hc.srt.start.recording import recorder_of
 from sglang_hc.srt.tree.audit import audit_of
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
+from sglang_hc.srt.tree.prerestored import PrerestoredBlocks
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.store.block_io import BlockIo, LocalBlockIo
 from sglang_hc.store.chain import Chain
-from sglang_hc.store.disk import DirectoryError
+from sglang_hc.store.disk import DirectoryError, DiskStore, StoredModel, Upkeep
 from sglang_hc.store.disk.format import part_of
-from sglang_hc.store.host_memory import MemorySpec
+from sglang_hc.store.disk.threads import DiskThreads
+from sglang_hc.store.executor import ThreadExecutor
+from sglang_hc.store.host_memory import HostMemory, MemorySpec
+from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.lower_tier import LowerTier
-from sglang_hc.store.opening import DiskSpec, Io, open_directories, open_io
 from sglang_hc.store.read_watch import not_observed
 from sglang_hc.tiers.mover import BlockMover
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
-from sglang_hc.tree.block_tree import BlockNode, BlockTree
+from sglang_hc.tree.block_tree import BlockTree
 from sglang_hc.tree.host_tier import HostTier
 
 logger = logging.getLogger(__name__)
@@ -68,29 +81,164 @@ logger = logging.getLogger(__name__)
 
 def build_tree_cache(ctx: Any) -> HcRadixCache:
     """The factory SGLang calls for `--radix-cache-backend hc`. Raises ConfigError."""
-    model = loaded(ctx)
-    device = device_of(model)
-    sizes = _sizes(model, device)
-    ranks = ranks_of(model.state.group)
-    recorder = recorder_of(model.config, model.runner, sizes, ranks.clock)
-    io = _open_io(model, sizes)
-    device.copy_stream.pin(io.memory.pool.buffer)
-    tiers = _tiers(model, device, sizes, io, ranks)
-    compute = ComputeStream.of(model.runner)
-    make = HcRadixCache if recorder is None else partial(RecordedRadixCache, recorder)
-    tree = make(model.params, tiers, BUILDING.get(), compute, _device_order(model, tiers))
-    tree.audit = audit_of(tree, model.runner, model.config.audit)
-    model.runner.token_to_kv_pool.register_layer_transfer_counter(tiers.restorer.gate)
-    ctx.tp_worker.register_hicache_layer_transfer_counter(tiers.restorer.gate)
-    setattr(model.runner, TREE, tree)
-    protect(tree)
+    model = _loaded(ctx)
+    device = _device(model)
+    config, state, runner = model.config, model.state, model.runner
+    layout, fingerprint = _layout(model, device)
+    ranks = ranks_of(state.group)
+    counters: Counter[str] = Counter()
+    memory = _host_memory(model, device, layout)
+    pool = memory.pool
+    page = runner.page_size
+    recorder = recorder_of(config, model.place, pool, page, fingerprint, ranks.clock)
+
+    # Which blocks exist, and which of them stay.
+    window: LookAhead[Serial] = LookAhead()
+    pins = SessionPins.sized_for(pool.num_slots)
+    wanted = RetentionPriority(window, pins)
+    policy = make_policy(config.eviction, window, pinned=pins)
+    ttl = TimeToLive(config.ttl) if config.ttl else None
+    host = HostTier(BlockTree(fingerprint), pool.num_slots, policy, ttl)
+    planner = _planner(model, device, counters, ranks)
+    disk = _lower_tier(model, pool, fingerprint, host, planner, counters, ranks)
+    retention = Retention(host, disk, pins, wanted, ranks.clock)
+
+    # What moves them: to host memory for waiting requests, to the device, and from there.
+    executor = ranks.executor(ThreadExecutor(pool, memory.snapshots))
+    scatters = ScatterQueue(executor, host, points_too=ranks.count > 1)
+    mover = None
+    if device.rotation is not None:
+        mover = BlockMover(host, disk, scatters, counters, ranks.clock)
+    rules = QueueRules(config.prefetch, config.schedule == "ready-first", _can_meet(model, device))
+    hints = wanted if config.eviction == "queue" else None
+    copies, side = device.copy_stream, _side_stream(model, device, layout.shape)
+    ring = StagingRing.sized_for(layout.shape, device.pool.device, copies, runner.ps.tp_size > 1)
+    path = RestorePath(pool, device.pool, ring, device.recomputer, side, device.rotation)
+    observer = profile = None
+    if state.cost is not None and ranks.count == 1:
+        # What one rank sees corrects no costs of several, which must decide alike.
+        observer = CostObserver(state.cost, layout, timer_for(copies), copies)
+    restorer = Restorer(host, path, planner, observer, counters, ranks)
+    compute = ComputeStream.of(runner)
+    ahead = PrerestoredBlocks(model.allocator, restorer, compute)
+    queue = QueueView(host, disk, window, rules, planner, hints, mover, ahead.drop_unproven)
+    capture = _capture(model, device, memory, host, disk, scatters, ranks)
+
+    # What SGLang sees of it.
+    if state.cost is not None and config.profile is None and not state.group.rank:
+        profile = CachedProfile(state.cost)  # rank 0 keeps what it learns; a user's stays as it is
+    exact = device.exactness
+    tiers = Tiers(
+        *(host, disk, capture, restorer, queue, retention, exact, ranks),
+        *(own_errors, recorder, profile),
+    )
+    order = None
+    if config.eviction == "queue" and model.params.eviction_policy.lower() == "lru":
+        order = DeviceOrder(fingerprint, wanted)
+    taps, share = state.memory.taps, config.audit
+    audit = audit_of(tiers, pool, device.pool, taps, runner, compute, counters, share)
+    tree = HcRadixCache(model.params, tiers, model.scheduler, compute, ahead, order, audit)
+    runner.token_to_kv_pool.register_layer_transfer_counter(restorer.gate)
+    ctx.tp_worker.register_hicache_layer_transfer_counter(restorer.gate)
     return tree
 
 
-# -- sizes ---------------------------------------------------------------------------------------
+# -- what SGLang loaded --------------------------------------------------------------------------
 
 
-def _sizes(model: Model, device: Device) -> TierSizes:
+@dataclass(frozen=True)
+class Model:
+    """A loaded model. runner, params: SGLang's model runner and the parameters of its radix cache.
+    draft: the runner of a draft model; None without one. place: of its scheduler among all."""
+
+    config: HcConfig
+    runner: Any
+    params: Any
+    state: ModelState
+    scheduler: OwnScheduler
+    draft: Any
+    place: Place
+
+    @property
+    def allocator(self) -> Any:
+        """SGLang's allocator of device slots."""
+        return self.params.token_to_kv_pool_allocator
+
+
+def _loaded(ctx: Any) -> Model:
+    """What SGLang and `after_load_model` left; refuses what the tiers cannot serve."""
+    missing = in_place.missing()
+    if missing:
+        raise ConfigError(f"sglang-hc is not in place in this process: {', '.join(missing)}")
+    config = config_of(ctx.server_args)
+    runner = ctx.tp_worker.model_runner
+    state: ModelState | None = getattr(runner, MODEL_STATE, None)
+    if config is None or state is None:
+        raise ConfigError(
+            "the radix cache backend hc needs sglang-hc's own options; start the server with "
+            "python -m sglang_hc.launch_server"
+        )
+    refuse_other_pools(ctx)
+    scheduler = BUILDING.get()
+    draft, place = scheduler.draft_runner, place_of(runner)
+    return Model(config, runner, ctx.params, state, scheduler, draft, place)
+
+
+# -- the device ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Device:
+    """The model's device. copy_stream: for copies beside the computation. recomputer: runs the
+    model's first layers; None where it cannot. rotation: takes stored K to new positions; None
+    where nothing moves. exactness: of what may be restored."""
+
+    pool: KvPoolRows
+    copy_stream: CopyStream
+    recomputer: LayerRecomputer | None
+    rotation: Rotation | None
+    exactness: Exactness
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.pool.device.type == "cuda"
+
+
+def _device(model: Model) -> Device:
+    """The KV pool with the fastest ways to read and write it, and what was proven of it."""
+    runner, state = model.runner, model.state
+    draft = model.draft.token_to_kv_pool if model.draft is not None else None
+    columns = partial(columns_of, runner)
+    rows = partial(KvPoolRows, runner.token_to_kv_pool, state.layers, columns=columns, draft=draft)
+    try:
+        pool = rows()
+    except UnsupportedPool as error:
+        raise ConfigError(f"{error}. Add --hc-disable to serve without the tiers") from None
+    stage = StartGroup.of_stage(runner)
+    recomputer, pieces = recomputer_for(
+        model.config, runner, pool, model.allocator, state.own_plan, state.memory.taps, stage
+    )
+    project, read = by_sglang, gather
+    if pool.device.type == "cuda" and state.layers is not None:
+        project = fastest_projection(runner, state.layers, model.allocator)
+    if state.memory.ring is not None and state.own_plan.kv:
+        layers = state.own_plan.kv_layers
+        read = fastest_gather(pool, layers, model.allocator, state.memory.ring)
+    pool = rows(project, read)
+    copy_stream = copy_stream_for(pool.device, [*model_streams(runner), *state.memory.streams])
+    rotation = None
+    if model.config.overflow == "reembed":
+        rotation = checked_rotation(runner, state.plan)
+    exactness = state.exactness(model.config.restore, pieces)
+    return Device(pool, copy_stream, recomputer, rotation, exactness)
+
+
+# -- blocks and their memory ---------------------------------------------------------------------
+
+
+def _layout(model: Model, device: Device) -> tuple[BlockLayout, bytes]:
+    """Of this rank's part of a block; and what identities of blocks begin with, the same on all
+    ranks."""
     runner, state, group = model.runner, model.state, model.state.group
     taps = state.memory.taps
     dtype = str(runner.dtype).removeprefix("torch.")
@@ -98,8 +246,19 @@ def _sizes(model: Model, device: Device) -> TierSizes:
     shape = StateShape(device.pool.num_layers, hidden_bytes, device.pool.part_bytes, dtype)
     draft, drafted = draft_layers(model.draft, model.params.is_eagle, group)
     layout = BlockLayout(state.own_plan, shape, draft)
-    size = host_share(model.config, place_of(runner))
-    num_slots = group.least(size // layout.slot_bytes)
+    product = []
+    if model.config.exact and state.plan.hidden:
+        # Hidden states that another product made K and V of do not give those bits here.
+        assert state.proof is not None
+        product = [f"exact {state.proof.digest}"]
+    own = layout.fingerprint(*model_identity(runner, group), *product, *drafted)
+    return layout, bytes.fromhex(group.digest(own.hex()))
+
+
+def _host_memory(model: Model, device: Device, layout: BlockLayout) -> HostMemory:
+    """As many slots as fit on every rank, and snapshots. Raises ConfigError."""
+    state, size = model.state, host_share(model.config, model.place)
+    num_slots = state.group.least(size // layout.slot_bytes)
     if num_slots < 1:
         raise ConfigError(
             f"--hc-host-size-gb leaves {size / GIB:.3g} GiB for each rank and holds no block; "
@@ -112,138 +271,83 @@ def _sizes(model: Model, device: Device) -> TierSizes:
         num_slots,
         num_slots * BLOCK_TOKENS,
     )
-    own = layout.fingerprint(*model_identity(runner, group), *_product(model), *drafted)
-    return TierSizes(layout, num_slots, bytes.fromhex(group.digest(own.hex())))
-
-
-def _product(model: Model) -> list[str]:
-    """Part of a block's identity where bit identity is demanded: hidden states that another
-    product made K and V of do not give those bits here."""
-    if not model.config.exact or not model.state.plan.hidden:
-        return []
-    assert model.state.proof is not None
-    return [f"exact {model.state.proof.digest}"]
-
-
-# -- memory and what lies below it ---------------------------------------------------------------
-
-
-def _open_io(model: Model, sizes: TierSizes) -> Io:
-    """Host memory, executor and disk."""
-    config, capture = model.config, model.state.memory
-    snapshots = SNAPSHOT_BUFFERS if sizes.layout.plan.hidden else 0
-    rows = capture.sizes.snapshot_rows
-    memory = MemorySpec(sizes.layout, sizes.num_slots, rows, snapshots)
-    disk = None
-    if config.disk:
-        disk = _directories(model, sizes, config.disk)
+    buffers = SNAPSHOT_BUFFERS if layout.plan.hidden else 0
+    spec = MemorySpec(layout, num_slots, state.memory.sizes.snapshot_rows, buffers)
     try:
-        io = open_io(memory, disk)
-    except DirectoryError as error:
-        raise ConfigError(str(error)) from None
+        memory = HostMemory(spec)
     except OSError as error:
-        raise ConfigError(f"--hc-host-size-gb, --hc-disk: {error}") from None
-    if disk is not None:
-        paths = ", ".join(directory.path for directory in disk.directories)
-        logger.info("sglang-hc: disk tier in %s", paths)
-    return io
+        raise ConfigError(f"--hc-host-size-gb: {error}") from None
+    device.copy_stream.pin(memory.pool.buffer)
+    return memory
 
 
-def _directories(
-    model: Model, sizes: TierSizes, texts: Sequence[str], key: bytes | None = None
-) -> DiskSpec:
-    """Directories as `--hc-disk` names them, for this rank. Raises DirectoryError."""
-    args, place = model.runner.server_args, place_of(model.runner)
-    label = str(args.served_model_name or args.model_path)
-    part = part_of(sizes.fingerprint, place.part)
-    folders, ttl = directories(texts, place), model.config.ttl or None
-    return DiskSpec(folders, sizes.fingerprint, label, part, ttl, key)
+# -- below host memory ---------------------------------------------------------------------------
 
 
-def _remote_store(model: Model, sizes: TierSizes, io: Io) -> LocalBlockIo:
-    """The store of `--hc-remote`. Raises ConfigError."""
-    config, pool, shared = model.config, io.memory.pool, shared_directory(model.config)
-    spec = _directories(model, sizes, [shared] if shared else [], remote_key(config))
-    if shared is None:
-        return remote_store(config, pool, spec.model(pool.layout), io.counts)
-    try:
-        return open_directories(spec, pool, io.counts, SourceTier.REMOTE)
-    except DirectoryError as error:
-        raise ConfigError(str(error).replace("--hc-disk", "--hc-remote file")) from None
+def _lower_tier(
+    model: Model, pool: HostPool, fingerprint: bytes, host: HostTier, planner: RestorePlanner,
+    counters: Counter[str], ranks: Ranks,
+) -> LowerTier | None:  # fmt: skip
+    """What lies below the host tier: disk, a remote store, both, or nothing. Raises ConfigError."""
+    below: BlockIo | None = None
+    for own in _stores(model, pool, fingerprint, counters):
+        capacity = model.state.group.least(own.capacity)
+        one = KnownBlocks(ranks.blocks(own, capacity), ranks.clock)
+        below = one if below is None else Chain(below, one)
+    if below is None:
+        return None
+    costs, seconds = planner.costs, planner.block_read_seconds
+    on_read = partial(costs.observe_read, planner.plan) if costs is not None else not_observed
+    return LowerTier(below, host, ranks.clock, on_read, ranks.pause, seconds)
 
 
-# -- tiers ---------------------------------------------------------------------------------------
+def _stores(
+    model: Model, pool: HostPool, fingerprint: bytes, counters: Counter[str]
+) -> Iterator[LocalBlockIo]:
+    """Those of `--hc-disk` and `--hc-remote`, of this rank's parts of blocks."""
+    config, args, place = model.config, model.runner.server_args, model.place
+    label, chunks = str(args.served_model_name or args.model_path), pool.layout.chunks()
+    part, upkeep = part_of(fingerprint, place.part), Upkeep(config.ttl or None)
+    stored = partial(StoredModel.of, chunks, fingerprint, label, part)
+
+    def opened(flag: str, paths: Sequence[str], tier: SourceTier, key: Any = None) -> DiskThreads:
+        try:
+            folders = directories(paths, place)
+            store = DiskStore.open(folders, stored(key), upkeep)
+        except DirectoryError as error:
+            raise ConfigError(str(error).replace("--hc-disk", flag)) from None
+        except OSError as error:
+            raise ConfigError(f"{flag}: {error}") from None
+        where = ", ".join(folder.path for folder in folders)
+        logger.info("sglang-hc: %s tier in %s", tier.value, where)
+        return DiskThreads(store, pool, counters, tier=tier)
+
+    if config.disk:
+        yield opened("--hc-disk", config.disk, SourceTier.DISK)
+    shared = shared_directory(config)
+    if shared is not None:
+        yield opened("--hc-remote file", [shared], SourceTier.REMOTE, remote_key(config))
+    elif config.remote is not None:
+        yield remote_store(config, pool, stored(remote_key(config)), counters)
 
 
-def _tiers(model: Model, device: Device, sizes: TierSizes, io: Io, ranks: Ranks) -> Tiers:
-    config, state, copy_stream = model.config, model.state, device.copy_stream
-    counters = io.counts
-    costs, observer = state.cost, None
-    # What one rank sees corrects no costs of several: they must decide alike. Reads are seen alike.
-    if costs is not None and ranks.count == 1:
-        observer = CostObserver(costs, sizes.layout, timer_for(copy_stream), copy_stream)
+# -- restoring and saving ------------------------------------------------------------------------
+
+
+def _planner(model: Model, device: Device, counters: Counter[str], ranks: Ranks) -> RestorePlanner:
+    """Decides what is restored."""
+    state = model.state
     # Pages lie in the slots of one block then. Of a draft model rows lie behind their block's.
     alone = BLOCK_TOKENS % model.runner.server_args.page_size == 0 and model.draft is None
-    planner = RestorePlanner(
-        costs,
+    return RestorePlanner(
+        state.cost,
         state.plan,
         device.recomputer is not None and not state.has_stages,
         counters,
         ranks.clock,
-        always=config.restore == "always",
+        always=model.config.restore == "always",
         as_they_come=alone and not state.has_stages,
     )
-    pins = SessionPins.sized_for(sizes.num_slots)
-    ttl: TimeToLive[BlockNode] | None = TimeToLive(config.ttl) if config.ttl else None
-    window: LookAhead[Serial] = LookAhead()
-    policy = make_policy(config.eviction, window, pinned=pins)
-    host = HostTier(BlockTree(sizes.fingerprint), sizes.num_slots, policy, ttl)
-    disk = _disk(model, sizes, io, host, planner, ranks)
-    priority = RetentionPriority(window, pins)
-    executor = ranks.executor(io.executor)
-    scatters = ScatterQueue(executor, host, points_too=ranks.count > 1)
-    mover = None
-    if device.rotation is not None:
-        mover = BlockMover(host, disk, scatters, counters, ranks.clock)
-    queue = QueueView(
-        host,
-        disk,
-        window,
-        QueueRules(config.prefetch, config.schedule == "ready-first", _can_meet(model, device)),
-        planner,
-        priority if config.eviction == "queue" else None,
-        mover,
-    )
-    path = RestorePath(
-        io.memory.pool,
-        device.pool,
-        StagingRing.sized_for(
-            sizes.layout.shape, device.pool.device, copy_stream, model.runner.ps.tp_size > 1
-        ),
-        device.recomputer,
-        _side_stream(model, device, sizes.layout.shape),
-        device.rotation,
-    )
-    return Tiers(
-        host,
-        disk,
-        _capture(model, device, io, host, disk, scatters, ranks),
-        Restorer(host, path, planner, observer, counters, ranks),
-        queue,
-        Retention(host, disk, pins, priority, ranks.clock),
-        device.exactness,
-        ranks,
-        own_errors,
-        _cached_profile(model),
-    )
-
-
-def _cached_profile(model: Model) -> CachedProfile | None:
-    """Rank 0 keeps what it learns; a profile that the user gave stays as it is."""
-    cost = model.state.cost
-    if cost is None or model.config.profile is not None or model.state.group.rank:
-        return None
-    return CachedProfile(cost)
 
 
 def _can_meet(model: Model, device: Device) -> bool:
@@ -256,69 +360,28 @@ def _can_meet(model: Model, device: Device) -> bool:
     return chunked and (device.recomputer is not None or not model.config.exact)
 
 
-def _disk(
-    model: Model,
-    sizes: TierSizes,
-    io: Io,
-    host: HostTier,
-    planner: RestorePlanner,
-    ranks: Ranks,
-) -> LowerTier | None:
-    """What lies below the host tier: disk, a remote store, both, or nothing."""
-    below: BlockIo | None = None
-    if io.blocks is not None:
-        capacity = model.state.group.least(io.blocks.capacity)
-        below = KnownBlocks(ranks.blocks(io.blocks, capacity), ranks.clock)
-    if model.config.remote is not None:
-        store = _remote_store(model, sizes, io)
-        capacity = model.state.group.least(store.capacity)
-        far = KnownBlocks(ranks.blocks(store, capacity), ranks.clock)
-        below = far if below is None else Chain(below, far)
-    if below is None:
+def _side_stream(model: Model, device: Device, shape: StateShape) -> SideStream | None:
+    """Where restorations run: beside the compute stream only where that was measured faster. Ranks
+    gather hidden states in the order of the model's own collectives, so in its stream."""
+    layers = model.state.layers
+    if not device.is_gpu or layers is None or model.state.group.size > 1:
         return None
-    costs, seconds = planner.costs, planner.block_read_seconds
-    on_read = partial(costs.observe_read, planner.plan) if costs is not None else not_observed
-    return LowerTier(below, host, ranks.clock, on_read, ranks.pause, seconds)
+    return fastest_stream(layers, model.allocator, device.copy_stream, shape, device.pool)
 
 
 def _capture(
-    model: Model,
-    device: Device,
-    io: Io,
-    host: HostTier,
-    disk: LowerTier | None,
-    scatters: ScatterQueue,
-    ranks: Ranks,
-) -> Capture:
+    model: Model, device: Device, memory: HostMemory, host: HostTier, disk: LowerTier | None,
+    scatters: ScatterQueue, ranks: Ranks,
+) -> Capture:  # fmt: skip
     """Saving copies in the opposite direction of restoring; a GPU does both at the same time."""
-    taken, pool, copies = model.state.memory, io.memory.pool, device.copy_stream.opposite()
+    taken, pool, copies = model.state.memory, memory.pool, device.copy_stream.opposite()
     hidden = kv = None
     ways = copies, scatters, taken.ring
     if pool.layout.plan.hidden:
-        snapshots = Snapshots(io.memory.snapshots, taken.staging, copies, scatters)
+        snapshots = Snapshots(memory.snapshots, taken.staging, copies, scatters)
         hidden = HiddenPath(snapshots, DirectRows([pool.hidden], *ways))
     if pool.layout.kv_layers:
         kv = DirectRows(pool.kv, *ways)
     state = DeviceState(device.pool, taken.taps, taken.verified, hidden, kv)
     on_ready = disk.write_through if disk is not None else lambda node: None
     return Capture(pool.layout, host, scatters, state, on_ready, ranks.clock)
-
-
-def _side_stream(model: Model, device: Device, shape: StateShape) -> SideStream | None:
-    """Where restorations run: beside the compute stream only where that was measured faster. Ranks
-    gather hidden states in the order of the model's own collectives, so in its stream."""
-    layers, pool = model.state.layers, device.pool
-    if pool.device.type != "cuda" or layers is None or model.state.group.size > 1:
-        return None
-    return fastest_stream(layers, model.allocator, device.copy_stream, shape, pool)
-
-
-# -- tree ----------------------------------------------------------------------------------------
-
-
-def _device_order(model: Model, tiers: Tiers) -> DeviceOrder | None:
-    """The queue's order for the device, unless another one is asked for on either side."""
-    if model.config.eviction != "queue" or model.params.eviction_policy.lower() != "lru":
-        return None
-    retention = tiers.retention
-    return DeviceOrder(tiers.host.tree.fingerprint, retention.priority)

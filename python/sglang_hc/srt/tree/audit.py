@@ -14,16 +14,14 @@ behind it, so nothing is answered, counted or kept.
 from __future__ import annotations
 
 import logging
-from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
+from sglang_hc.capture.taps import TapBuffer
 from sglang_hc.device.exactness import relative_error
 from sglang_hc.forms import BLOCK_TOKENS, Form
 from sglang_hc.policy.audit import (
@@ -35,15 +33,17 @@ from sglang_hc.policy.audit import (
     bound,
 )
 from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.srt.engine.streams import ComputeStream
+from sglang_hc.srt.model.kv_pool import KvPoolRows
 from sglang_hc.srt.model.recompute import COARSE, RECOMPUTED, LayerRecomputer
 from sglang_hc.srt.model.startup_checks import TOLERANCE
 from sglang_hc.srt.requests.namespaces import keeps_state
+from sglang_hc.srt.tree.device_tree import DeviceTree
+from sglang_hc.store.host_pool import HostPool
+from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import root_id, unpack_tokens
 from sglang_hc.tree.namespaces import Namespace
-
-if TYPE_CHECKING:
-    from sglang_hc.srt.tree.tree_backend import HcRadixCache
 
 logger = logging.getLogger(__name__)
 
@@ -80,20 +80,25 @@ class _Difference(NamedTuple):
 
 
 class Audit:
-    """Samples of one tree, and their audits. Belongs to the scheduler thread.
+    """Samples of restored blocks, and their audits. Belongs to the scheduler thread.
 
-    Counts audited_blocks, audit_differences, audit_skipped_blocks and audit_stops where
-    restorations are counted.
+    stopped: a form was wrong too often. Counts audited_blocks, audit_differences,
+    audit_skipped_blocks and audit_stops in `counters`.
     """
 
-    def __init__(self, tree: HcRadixCache, runner: Any, share: float) -> None:
-        """share: of the restored blocks, above 0."""
-        tiers = tree.tiers
-        self._tree, self._host, self._pool = tree, tiers.host, tiers.restorer.path.pool
-        self._counters, self._taps = tiers.restorer.counters, tiers.capture.taps
-        self._kv_rows = tiers.restorer.path.sink.rows
+    def __init__(
+        self, tiers: Tiers, stored: HostPool, on_device: KvPoolRows, taps: TapBuffer | None,
+        runner: Any, compute: ComputeStream, counters: Counter[str], share: float,
+    ) -> None:  # fmt: skip
+        """stored: where blocks lie in host memory. on_device: what the model writes. share: of the
+        restored blocks, above 0."""
+        self._tiers, self._host, self._pool = tiers, tiers.host, stored
+        self._kv_rows, self._taps = on_device.rows, taps
+        self._counters, self._compute = counters, compute
         self._model = LayerRecomputer(runner, None)  # so the taps take what it computes
         self._kv_dtype: torch.dtype = runner.kv_cache_dtype
+        self._free = runner.token_to_kv_pool_allocator.free
+        self.stopped = False
         most = min(CHUNK_TOKENS, self._model.chunk, self._taps.rows if self._taps else CHUNK_TOKENS)
         self._chunk = max(1, most // BLOCK_TOKENS) * BLOCK_TOKENS
         self._sampler, self._findings = Sampler(share), Findings()
@@ -149,7 +154,7 @@ class Audit:
         if ended is None:
             return 0
         # Whoever gets them next writes behind what is still written, on the same stream.
-        self._tree.token_to_kv_pool_allocator.free(ended.slots)
+        self._free(ended.slots)
         self._give_up(ended.sample, ended.compared)
         return len(ended.slots)
 
@@ -159,24 +164,24 @@ class Audit:
 
     # -- idle passes -----------------------------------------------------------------------------
 
-    def step(self) -> bool:
-        """One chunk of an audit. The server is idle. Returns whether there was one."""
+    def step(self, tree: DeviceTree) -> bool:
+        """One chunk of an audit. The server is idle. Returns whether there was one. tree: gives
+        device slots, and loses what is wrong."""
         if self._pass is None:
-            self._begin()
+            self._begin(tree)
         if self._pass is None:
             return False
         try:
-            with self._tree.compute_stream.entered():
-                self._advance(self._pass)
+            with self._compute.entered():
+                self._advance(self._pass, tree)
         except Exception:
             logger.exception("sglang-hc: an audit failed; there are none until a restart")
             self._is_off = True
             self.clear()
         return True
 
-    def _begin(self) -> None:
+    def _begin(self, tree: DeviceTree) -> None:
         """Begin with the oldest sample that can be audited."""
-        tree = self._tree
         while self._samples and self._pass is None:
             sample = self._samples.popleft()
             there = [node for _, node in sample.blocks if node.ready]
@@ -187,14 +192,14 @@ class Audit:
             if slots is None:
                 self._give_up(sample)
             else:
-                tree.compute_stream.will_read(slots)
+                self._compute.will_read(slots)
                 self._pass = _Pass(sample, torch.from_numpy(tokens), slots)
 
-    def _advance(self, audit: _Pass) -> None:
+    def _advance(self, audit: _Pass, tree: DeviceTree) -> None:
         start, stop = audit.done, min(audit.done + self._chunk, len(audit.tokens))
-        self._model.adapter = audit.sample.adapter
-        layers = self._pool.layout.plan.num_layers
-        self._model.recompute(audit.tokens[start:stop], audit.slots[:stop], layers)
+        layers, adapter = self._pool.layout.plan.num_layers, audit.sample.adapter
+        tokens, slots = audit.tokens[start:stop], audit.slots[:stop]
+        self._model.recompute(tokens, slots, layers, adapter=adapter)
         audit.done = stop
         for place, node in audit.sample.blocks:
             first = place * BLOCK_TOKENS
@@ -205,6 +210,8 @@ class Audit:
             self._counters["audited_blocks"] += 1
             if found:
                 self.release()
+                for path in self._tiers.drop_branch(node):
+                    tree.drop_last_block(path)
                 self._found(node, place, found)
                 return
         if stop == len(audit.tokens):
@@ -242,11 +249,10 @@ class Audit:
                 "was dropped, with all that was computed behind it",
                 *(form.value, layer, error, place, namespace, _ORIGIN[node.source]),
             )
-        drop_branch(self._tree, node)
         stopped = self._findings.note(difference.form for difference in found)
         if stopped is not None:
             self._counters["audit_stops"] += 1
-            self._tree.stopped = True
+            self.stopped = True
             self.clear()
             logger.error(
                 "sglang-hc: audits keep finding wrong blocks of %s form: until a restart nothing "
@@ -262,18 +268,24 @@ _ORIGIN = {
 }
 
 
-def audit_of(tree: HcRadixCache, runner: Any, share: float) -> Audit | None:
-    """Audits of a server; None where there are none, which the log explains."""
-    reason = _excluded(tree, runner) if share else None
+def audit_of(
+    tiers: Tiers, stored: HostPool, on_device: KvPoolRows, taps: TapBuffer | None, runner: Any,
+    compute: ComputeStream, counters: Counter[str], share: float,
+) -> Audit | None:  # fmt: skip
+    """See `Audit`; None where nothing is audited, which the log explains."""
+    if not share:
+        return None
+    reason = _excluded(tiers, runner, taps)
     if reason is not None:
         logger.info("sglang-hc: --hc-audit is off: %s", reason)
-    return Audit(tree, runner, share) if share and reason is None else None
+        return None
+    return Audit(tiers, stored, on_device, taps, runner, compute, counters, share)
 
 
-def _excluded(tree: HcRadixCache, runner: Any) -> str | None:
+def _excluded(tiers: Tiers, runner: Any, taps: TapBuffer | None) -> str | None:
     """Why blocks cannot be audited with this model and these flags; None when they can."""
     model = type(runner.model).__name__
-    if tree.tiers.ranks.count > 1:
+    if not tiers.decides_alone:
         return "several ranks would have to run each pass together"
     if not runner.spec_algorithm.is_none():
         return "what a draft model keeps is not computed by the model"
@@ -281,7 +293,6 @@ def _excluded(tree: HcRadixCache, runner: Any) -> str | None:
         return f"{model} is not among the models that were checked to run on their own"
     if getattr(runner.model_config.hf_text_config, "n_routed_experts", None):
         return "a router near a tie chooses other experts, which looks like other tokens"
-    taps = tree.tiers.capture.taps
     if taps is not None and taps.rows < BLOCK_TOKENS:
         return f"--chunked-prefill-size is below {BLOCK_TOKENS} tokens"
     return None
@@ -290,37 +301,3 @@ def _excluded(tree: HcRadixCache, runner: Any) -> str | None:
 def _has_moved(node: BlockNode) -> bool:
     """Whether a block, or one before it, may come from another place (`--hc-overflow reembed`)."""
     return node.moved is not None or Namespace.of(node.namespace).cut is not None
-
-
-def drop_branch(tree: HcRadixCache, node: BlockNode) -> None:
-    """Take a block out of every tier, with all that is known below it, and with copies of these
-    that were moved. Nothing runs; what is locked on the device stays."""
-    host, disk = tree.tiers.host, tree.tiers.disk
-    dropped = {one.block_id for one in node.branch()}
-    copies = [n for n in host.tree.nodes() if n.moved is not None and n.moved.origin in dropped]
-    for wrong in (node, *copies):
-        if wrong.parent is None:  # below another one
-            continue
-        if disk is not None:
-            disk.drop_branch(wrong)
-        _drop_on_device(tree, wrong)
-        host.drop_branch(wrong)
-
-
-def _drop_on_device(tree: HcRadixCache, wrong: BlockNode) -> None:
-    path = wrong.path()
-    tokens = array("q", unpack_tokens(b"".join(node.tokens for node in path)).tolist())
-    key = RadixKey(tokens, wrong.namespace)
-    before = (len(path) - 1) * BLOCK_TOKENS // tree.page_size * tree.page_size
-    above = RadixCache.match_prefix(tree, MatchPrefixParams(key=key[:before]))
-    if len(above.device_indices) < before or len(key) - before < tree.page_size:
-        return
-    child = above.last_device_node.children.get(key[before:].child_key(tree.page_size))
-    branch = [] if child is None else [child]
-    for node in branch:  # which grows meanwhile
-        branch += node.children.values()
-    for node in reversed(branch):
-        if node.lock_ref == 0:
-            tree.token_to_kv_pool_allocator.free_segment(node.value, start_pos=0)
-            tree._delete_leaf(node)
-            tree._record_remove_event(node)

@@ -3,43 +3,70 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sglang_hc.capture.capture import Capture
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.srt.engine.guard import SglangTree
+from sglang_hc.restore.restorer import Restorer
+from sglang_hc.srt.engine.guard import SglangMethod, method, nothing
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.engine.passes import prefilled, segments_of
 from sglang_hc.srt.engine.scheduler import OwnScheduler
 from sglang_hc.srt.engine.streams import ComputeStream
-from sglang_hc.srt.requests.forgetting import Forgetter
+from sglang_hc.srt.requests.forgetting import Answer, Forgetter
 from sglang_hc.srt.requests.namespaces import keeps_state
 from sglang_hc.srt.requests.pins import pin_request_of
 from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
+from sglang_hc.srt.tree.audit import Audit
+from sglang_hc.srt.tree.device_tree import DeviceTree
 from sglang_hc.tiers.tiers import Tiers
+from sglang_hc.tiers.trace import Recorder
+from sglang_hc.tree.forgetting import Forgetting
 from sglang_hc.tree.identity import Prefix, pack_tokens
 
 
-class CapturingTree(SglangTree):
-    """SGLang's tree with capture. Its attributes are made by `HcRadixCache`."""
+class CapturingTree(DeviceTree):
+    """The device tree with capture. Its attributes are made by `HcRadixCache`."""
 
     tiers: Tiers
+    capture: Capture
+    restorer: Restorer
     scheduler: OwnScheduler
     compute_stream: ComputeStream
     waiting: SchedulerQueue
     forgetter: Forgetter
-    stopped: bool
+    audit: Audit | None
+    _recorder: Recorder | None
 
+    @property
+    def stopped(self) -> bool:
+        """Audits found what was restored wrong too often."""
+        return self.audit is not None and self.audit.stopped
+
+    @method(answer=nothing)
     def before_forward(self, forward_batch: Any) -> None:
         """A pass is about to run: if it only prefills, its time tells what prefill costs."""
         if forward_batch.forward_mode == ForwardMode.EXTEND:
-            self.tiers.restorer.prefill_begins(prefilled(forward_batch))
+            self.restorer.prefill_begins(prefilled(forward_batch))
 
+    def _abandon_pass(self, forward_batch: Any, requests: list[Any]) -> None:
+        """The pass was submitted; its restorations are over whatever became of its rows."""
+        for req in requests:
+            self.drop(req)
+        self.tiers.after_pass(())
+
+    @method(_abandon_pass, answer=nothing)
     def after_forward(self, forward_batch: Any, requests: list[Any]) -> None:
         """A pass was submitted on the compute stream, which is current."""
-        capture, mode = self.tiers.capture, forward_batch.forward_mode
+        if self._recorder is not None:
+            for req in requests:
+                from_tiers = req.cached_tokens_host + req.cached_tokens_storage
+                self._recorder.admitted(serial_of(req), from_tiers, req.cached_tokens_storage)
+        capture, mode = self.capture, forward_batch.forward_mode
         if capture.hidden is None or mode.is_target_verify():
             self.tiers.after_pass(())  # rows of a verify pass are taken when they are accepted
             return
@@ -51,7 +78,13 @@ class CapturingTree(SglangTree):
                     capture.open(segment.request, Prefix(req.extra_key, before))
         self.tiers.after_pass(segments)
 
-    def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
+    def give_up(self, req: Any, *_: Any, **__: Any) -> None:
+        """Nothing more is saved of a request, and nothing fetched for it."""
+        self.drop(req)
+        self.waiting.give_up(req)
+
+    @method(give_up)
+    def cache_unfinished_req(self, theirs: SglangMethod, req: Any, chunked: bool = False) -> None:
         """A prompt, or a chunk of one, is in the tree: keep its blocks.
 
         After a chunk only full blocks: the tail would be replaced by the next chunk's.
@@ -62,13 +95,21 @@ class CapturingTree(SglangTree):
             if chunked:
                 length = length // BLOCK_TOKENS * BLOCK_TOKENS
             self.commit(req, tokens, length, final=False)
-        super().cache_unfinished_req(req, chunked=chunked)
+        theirs(req, chunked=chunked)
 
+    def _finished_without(self, req: Any, *_: Any, **__: Any) -> None:
+        self.drop(req)
+        self.waiting.finished(req, 0)
+
+    @method(_finished_without)
     def cache_finished_req(
-        self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int
+        self, theirs: SglangMethod, req: Any, is_insert: bool = True, *, kv_len_to_handle: int
     ) -> None:
         """A request is over, or gives its slots up and is queued again (retraction): what it has
         computed is kept. Of one that was aborted only what the tree has is."""
+        if self._recorder is not None:
+            computed = pack_tokens((req.origin_input_ids + req.output_ids)[:kv_len_to_handle])
+            self._recorder.finished(serial_of(req), Prefix(req.extra_key, computed))
         if self._keeps(req):
             retracted = not is_insert and not req.finished()
             keeps_all = (is_insert or retracted) and not self.disable_finished_insert
@@ -78,23 +119,23 @@ class CapturingTree(SglangTree):
             tokens = (req.origin_input_ids + req.output_ids)[:keep]
             length = len(tokens) // self.page_size * self.page_size
             left = self.commit(req, tokens, length, final=True)
-            self.tiers.used(left)
+            self.tiers.used(left, None if retracted else self._pin_of(req))
             if retracted:
-                self.tiers.capture.counters["retracted_tokens"] += length
+                self.capture.counters["retracted_tokens"] += length
             else:
-                self._pin(req, left)
                 self.waiting.answered(req)
         self.waiting.finished(req, -(-kv_len_to_handle // BLOCK_TOKENS))
-        super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+        theirs(req, is_insert, kv_len_to_handle=kv_len_to_handle)
 
-    def _pin(self, req: Any, left: Prefix) -> None:
-        """A request is over; if it asks for it, `left`, what it leaves behind, stays."""
+    def _pin_of(self, req: Any) -> tuple[str, float] | None:
+        """The session and the seconds for which a request asks to hold what it leaves behind."""
         pin = pin_request_of(req)
-        if pin is not None:
-            session = pin.session or req.rid
-            if pin.session is None and self.scheduler.has_another(req):
-                session = f"{req.rid}#{serial_of(req)}"  # the other's pin takes the name itself
-            self.tiers.retention.pin_if_possible(left, session, pin.ttl_s)
+        if pin is None:
+            return None
+        session = pin.session or req.rid
+        if pin.session is None and self.scheduler.has_another(req):
+            session = f"{req.rid}#{serial_of(req)}"  # the other's pin takes the name itself
+        return session, pin.ttl_s
 
     def commit(self, req: Any, tokens: array[int], length: int, final: bool) -> Prefix:
         kept = Prefix(req.extra_key, pack_tokens(tokens[:length]))
@@ -103,8 +144,27 @@ class CapturingTree(SglangTree):
         slots = row.to(torch.int64, copy=True)
         self.compute_stream.will_read(slots)
         with self.compute_stream.entered():
-            self.tiers.capture.commit(serial_of(req), kept, slots, final=final)
+            self.capture.commit(serial_of(req), kept, slots, final=final)
         return kept
+
+    def drop(self, req: Any) -> None:
+        """Nothing of a request that was not committed is kept."""
+        with self.compute_stream.entered():  # a snapshot leaves the device behind the running batch
+            self.capture.drop(serial_of(req))
+
+    def forget(self, what: Forgetting, ended: Callable[[Answer], object]) -> None:
+        """Forget namespaces in every tier. ended: told of it, perhaps at once."""
+        self.forgetter.forget(what, self._forget_above, ended)
+
+    def _forget_above(self, what: Forgetting, hidden: str) -> tuple[int, list[bytes]]:
+        """On the device and in host memory; see `forgetting.ForgetAbove`."""
+        for req in self.scheduler.requests:
+            if what.names(req.extra_key):
+                self.give_up(req)
+                req.extra_key = hidden
+        with self.compute_stream.entered():
+            block_ids = self.tiers.forget(what)
+        return self.forget_namespaces(what.names, hidden), block_ids
 
     def _keeps(self, req: Any) -> bool:
         """Whether what the request leaves is kept below the device."""

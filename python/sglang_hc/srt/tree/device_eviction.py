@@ -16,6 +16,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
 from sglang_hc.policy.eviction import NextUse
+from sglang_hc.srt.tree.device_tree import DeviceTree
 from sglang_hc.tree.identity import BLOCK_BYTES, block_id, block_ids, pack_tokens, root_id
 
 NOTE = "hc_blocks"
@@ -45,15 +46,13 @@ class DeviceOrder:
         self._fingerprint = fingerprint
         self._needs = needs
 
-    def evict(self, tree: Any, tokens: int) -> int:
-        """Take leaves out of SGLang's tree until so many slots are free, as far as there are
+    def evict(self, tree: DeviceTree, tokens: int) -> int:
+        """Take leaves out of the device tree until so many slots are free, as far as there are
         unlocked ones. Returns how many."""
         started, freed, victims = time.perf_counter(), 0, self.victims(tree.evictable_leaves)
         while freed < tokens and (node := next(victims, None)) is not None:
-            tree.token_to_kv_pool_allocator.free_segment(node.value, start_pos=0)
             freed += len(node.value)
-            tree._delete_leaf(node)
-            tree._record_remove_event(node)
+            tree.remove_leaf(node)
         tree.update_eviction_metrics(freed, started)
         return freed
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.tiers.tiers import Tiers
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
 from sglang_hc.tree.block_tree import BlockNode, PathMatch
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.identity import Prefix, pack_tokens
 
 NOTE = "hc_block"
 """Attribute of a device node: the last whole block, or root, of its path that the host tier was
@@ -27,8 +27,8 @@ UNSEEN: tuple[BlockNode | None, int] = (None, 0)
 class HostPoolFacade:
     """What SGLang's metrics ask of a host pool: sizes in tokens."""
 
-    def __init__(self, tiers: Tiers) -> None:
-        self._host = tiers.host
+    def __init__(self, host: HostTier) -> None:
+        self._host = host
 
     @property
     def logical_size(self) -> int:
@@ -49,9 +49,9 @@ class Found(NamedTuple):
 class HostMatch:
     """Look-ups of one device tree in the host tier. Belongs to the scheduler thread."""
 
-    def __init__(self, tiers: Tiers) -> None:
-        self._tree = tiers.host.tree
-        self._lag = tiers.layout.draft.lag
+    def __init__(self, host: HostTier, layout: BlockLayout) -> None:
+        self._tree = host.tree
+        self._lag = layout.draft.lag
         """Tokens behind a position that its state depends on as well."""
         self._found: Found | None = None
 
@@ -78,6 +78,10 @@ class HostMatch:
             setattr(device_node, NOTE, (served[shared - 1], known + shared * BLOCK_TOKENS))
         self._found = Found(req, served[-1] if served else block, known + count)
         return known + count - self._lag
+
+    def ready(self, prompt: Prefix) -> PathMatch:
+        """What the host tier can serve of a prompt."""
+        return self._tree.match(prompt).ready
 
     def blocks(self, req: Any, positions: int) -> Sequence[BlockNode] | None:
         """Blocks of the first positions of the request's prompt; None: not servable any more.

@@ -20,17 +20,19 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
     MatchResult,
 )
-from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.restore_plan import Reason, RestorePlan
+from sglang_hc.queue.meeting import Meeting
 from sglang_hc.restore.path import Restoration
+from sglang_hc.srt.engine.guard import SglangMethod, method, nothing
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.engine.scheduler import OwnScheduler
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.requests.forgetting import Forgetter
 from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
-from sglang_hc.srt.tree import ahead
+from sglang_hc.srt.tree.ahead import RestoreAhead, restorable
 from sglang_hc.srt.tree.audit import Audit
 from sglang_hc.srt.tree.capturing_tree import CapturingTree
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
@@ -47,9 +49,8 @@ from sglang_hc.tree.block_tree import BlockNode
 class HcRadixCache(CapturingTree):
     """RadixCache whose evicted prefixes come back from the tiers.
 
-    Belongs to the scheduler thread. running: the requests of the batch that is being run.
-    preempted: those that made room in this pass (`srt/scheduling/preemption.py`). stopped: nothing
-    is restored or saved any more (`srt/tree/audit.py`).
+    Belongs to the scheduler thread. preempted: requests that made room in this pass
+    (`srt/scheduling/preemption.py`).
     """
 
     _is_built = False  # the base class's constructor calls `reset`
@@ -60,46 +61,60 @@ class HcRadixCache(CapturingTree):
         tiers: Tiers,
         scheduler: OwnScheduler,
         compute: ComputeStream,
+        prerestored: PrerestoredBlocks,
         device_order: DeviceOrder | None,
+        audit: Audit | None = None,
     ) -> None:
-        """compute: where the model runs. device_order: which leaves of the device tree leave first;
-        None for SGLang's order."""
+        """compute: where the model runs. prerestored: told of the end of each meeting.
+        device_order: which leaves of the device tree leave first; None for SGLang's order. audit:
+        of what is restored; None for none."""
         super().__init__(params)
+        layout = tiers.layout
         self.tiers = tiers
-        self.audit: Audit | None = None
-        self.stopped = False
-        self.running: list[Any] = []
+        self.decides_alone = tiers.decides_alone
+        self.capture, self.restorer = tiers.capture, tiers.restorer
+        self.meetings, self._disk = tiers.meetings, tiers.disk
+        self._lag = layout.draft.lag
+        self._recorder, self.audit = tiers.recorder, audit
         self.preempted: list[Any] = []
         self.scheduler = scheduler
         self.compute_stream = compute
         self._device_order = device_order
-        self.token_to_kv_pool_host = HostPoolFacade(tiers)
+        self.token_to_kv_pool_host = HostPoolFacade(tiers.host)
         # SGLang reads the sizes of these to know whether anything is under way.
         self.ongoing_write_through: dict[int, Any] = {}
         self.ongoing_prefetch: dict[str, Any] = {}
         self.ongoing_backup: dict[int, Any] = {}
         self.enable_storage = True  # has SGLang tell us of every request that is queued
         self.hicache_storage_pass_prefix_keys = False
-        if tiers.disk is not None:  # a class's name is shown as the storage back end of a hit
-            shown = type(tiers.disk.name, (), {})
+        if self._disk is not None:  # a class's name is shown as the storage back end of a hit
+            shown = type(self._disk.name, (), {})
             self.cache_controller = SimpleNamespace(storage_backend=shown())
-        self.host_match = HostMatch(tiers)
-        self.waiting = SchedulerQueue(tiers.queue, self._on_device)
-        allocator = self.token_to_kv_pool_allocator
-        self.prerestored = PrerestoredBlocks(allocator, tiers.restorer, compute)
-        tiers.queue.meetings.subscribe(self.prerestored.drop_unproven)
-        self.forgetter = Forgetter(self)
+        self.host_match = HostMatch(tiers.host, layout)
+        self.waiting = SchedulerQueue(tiers.queue, self._on_device, tiers.recorder)
+        self.prerestored, planner = prerestored, self.restorer.planner
+        self.ahead = RestoreAhead(
+            prerestored, self.meetings, self.waiting, planner, self.host_match
+        )
+        self.forgetter = Forgetter(self._disk)
         self._is_built = True
 
     @property
     def ongoing_load_back(self) -> range:
-        return range(self.tiers.restorer.under_way)
+        return range(self.restorer.under_way)
 
     # -- look up ---------------------------------------------------------------------------------
 
-    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+    @method()
+    def match_prefix(self, theirs: SglangMethod, params: MatchPrefixParams) -> MatchResult:
         """Device match, with what the host tier adds for a request in `host_hit_length`."""
-        result = super().match_prefix(params)
+        result = self._with_host_hit(theirs(params), params)
+        if self._recorder is not None and params.req is not None:
+            on_device, hit = len(result.device_indices), result.host_hit_length
+            self._recorder.matched(serial_of(params.req), on_device, hit)
+        return result
+
+    def _with_host_hit(self, result: MatchResult, params: MatchPrefixParams) -> MatchResult:
         if params.req is not None:
             self.waiting.matched(params.req)
         if params.req is None or self.disable or self.stopped or len(params.key) == 0:
@@ -113,8 +128,13 @@ class HcRadixCache(CapturingTree):
 
     def _on_device(self, key: RadixKey) -> int:
         """Tokens of `key` that the device has now."""
-        return len(super().match_prefix(MatchPrefixParams(key=key)).device_indices)
+        return len(RadixCache.match_prefix(self, MatchPrefixParams(key=key)).device_indices)
 
+    def _nothing_restored(self, params: InitLoadBackParams) -> tuple[torch.Tensor, Any]:
+        params.req.host_hit_length = 0
+        return self._empty_match_result.device_indices, params.req.last_node
+
+    @method(answer=_nothing_restored)
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, Any]:
         """Allocate and insert slots for a request's host hit, and queue their restoration.
 
@@ -123,9 +143,9 @@ class HcRadixCache(CapturingTree):
         """
         req = params.req
         stop = len(req.prefix_indices) + params.host_hit_length
-        meeting = self.tiers.queue.meetings.of(serial_of(req))
-        if meeting is not None and stop == ahead.restorable(self, meeting, req):
-            found = ahead.load_back(self, meeting, req)
+        meeting = self.meetings.of(serial_of(req))
+        if meeting is not None and stop == restorable(meeting, req, self.page_size):
+            found = self.load_met(meeting, req)
             slots, node = found or self.refuse(req, Reason.BLOCKS_GONE)
             req.host_hit_length = req.storage_hit_length = len(slots)
             return slots, node
@@ -136,12 +156,24 @@ class HcRadixCache(CapturingTree):
         req.host_hit_length = len(slots)
         return slots, node
 
+    def load_met(self, meeting: Meeting, req: Any) -> tuple[torch.Tensor, Any] | None:
+        """As `load_back`, of a history of which nothing is still to come. None where it cannot be
+        restored. The meeting is over."""
+        request, start = serial_of(req), len(req.prefix_indices)
+        stop = restorable(meeting, req, self.page_size)
+        self.prerestored.prove(request)
+        blocks = self.meetings.join(request, start)
+        if blocks is None or stop <= start:
+            self.prerestored.forget([request])
+            return None
+        return self.load_back(req, blocks, stop)
+
     def load_back(
         self, req: Any, blocks: Sequence[BlockNode], stop: int
     ) -> tuple[torch.Tensor, Any]:
         """As `init_load_back`, of the tokens from the end of the request's prefix to `stop`, whose
         path `blocks` are ready. The request holds a lock on its prefix."""
-        planner, start = self.tiers.restorer.planner, len(req.prefix_indices)
+        planner, start = self.restorer.planner, len(req.prefix_indices)
         there = self.prerestored.hand_over(serial_of(req), blocks, start, stop)
         if there:
             missing = missing_ranges(there, start, stop)
@@ -160,20 +192,16 @@ class HcRadixCache(CapturingTree):
         slots = interleave_slots(there, others, start, stop)
         loaded = self.insert_restoring_node(req, blocks, slots, plan, missing)
         if len(loaded[0]):
-            self.tiers.restorer.join_early(len(slots) - len(others))
+            self.restorer.join_early(len(slots) - len(others))
         return loaded
 
     def insert_restoring_node(
-        self,
-        req: Any,
-        blocks: Sequence[BlockNode],
-        slots: torch.Tensor,
-        plan: RestorePlan,
+        self, req: Any, blocks: Sequence[BlockNode], slots: torch.Tensor, plan: RestorePlan,
         missing: Sequence[tuple[int, int]],
-    ) -> tuple[torch.Tensor, Any]:
+    ) -> tuple[torch.Tensor, Any]:  # fmt: skip
         """As `load_back`, into these slots. Tokens [begin, end) of `missing` are restored; of the
         others the slots hold K and V already."""
-        before, restorer = req.prefix_indices, self.tiers.restorer
+        before, restorer = req.prefix_indices, self.restorer
         node = self._extend(req, slots)
         if node is None:
             self.token_to_kv_pool_allocator.free(slots)
@@ -194,16 +222,11 @@ class HcRadixCache(CapturingTree):
         return slots, node
 
     def _queue(
-        self,
-        blocks: Sequence[BlockNode],
-        slots: torch.Tensor,
-        node: Any,
-        before: torch.Tensor,
-        plan: RestorePlan,
-        missing: Sequence[tuple[int, int]],
-    ) -> None:
+        self, blocks: Sequence[BlockNode], slots: torch.Tensor, node: Any, before: torch.Tensor,
+        plan: RestorePlan, missing: Sequence[tuple[int, int]],
+    ) -> None:  # fmt: skip
         """Restorations of `missing` into `slots`, which `node` has behind the slots `before`."""
-        restorer, lag = self.tiers.restorer, self.tiers.layout.draft.lag
+        restorer, lag = self.restorer, self._lag
         self.compute_stream.will_read(slots)
         restorer.planner.take(plan)
         for begin, end in missing:
@@ -220,14 +243,6 @@ class HcRadixCache(CapturingTree):
                 self.dec_lock_ref(node)
                 raise
 
-    def continue_behind(self, req: Any, restored: int) -> None:
-        """A running request goes on behind `restored` restored tokens. They count as served by the
-        store, and its state is saved from there on."""
-        if not req.retracted_stain:
-            req.cached_tokens_storage += restored
-        with self.compute_stream.entered():  # a snapshot leaves the device behind the running batch
-            self.tiers.capture.drop(serial_of(req))
-
     def _extend(self, req: Any, slots: torch.Tensor) -> Any:
         """A new node with `slots` for the tokens behind the locked node of a request's prefix.
 
@@ -235,7 +250,7 @@ class HcRadixCache(CapturingTree):
         The path above is not compared again; a lock keeps it, and a node's end never moves.
         """
         node, start = req.last_node, len(req.prefix_indices)
-        stop = start + len(slots) + self.tiers.layout.draft.lag
+        stop = start + len(slots) + self._lag
         tokens = req.full_untruncated_fill_ids[start:stop]
         key = RadixKey(tokens, req.extra_key, is_bigram=self.is_eagle)
         if node.lock_ref == 0 or key.child_key(self.page_size) in node.children:
@@ -244,16 +259,9 @@ class HcRadixCache(CapturingTree):
 
     def refuse(self, req: Any, reason: Reason) -> tuple[torch.Tensor, Any]:
         """Nothing is restored for this request; it recomputes."""
-        self.tiers.restorer.planner.refuse(reason)
+        self.restorer.planner.refuse(reason)
         req.host_hit_length = 0
         return self._empty_match_result.device_indices, req.last_node
-
-    def allocate(self, count: int) -> torch.Tensor | None:
-        allocator = self.token_to_kv_pool_allocator
-        if allocator.available_size() < count:
-            self.evict(EvictParams(num_tokens=count - allocator.available_size()))
-        slots = allocator.alloc(count)
-        return None if slots is None else slots.to(torch.int64)
 
     # -- evict -----------------------------------------------------------------------------------
 
@@ -262,13 +270,14 @@ class HcRadixCache(CapturingTree):
         held = self.prerestored.tokens + (self.audit.tokens if self.audit is not None else 0)
         return held + int(self.evictable_size_)
 
-    def evict(self, params: EvictParams) -> EvictResult:
+    @method()
+    def evict(self, theirs: SglangMethod, params: EvictParams) -> EvictResult:
         """Free device slots: an audit's, leaves of the tree, then those of prerestored blocks."""
         freed = self.audit.release() if self.audit is not None else 0
         if freed >= params.num_tokens:
             return EvictResult(num_tokens_evicted=freed)
         if self._device_order is None or self.disable:
-            result = super().evict(EvictParams(num_tokens=params.num_tokens - freed))
+            result = theirs(EvictParams(num_tokens=params.num_tokens - freed))
         else:
             left = self._device_order.evict(self, params.num_tokens - freed)
             result = EvictResult(num_tokens_evicted=left)
@@ -281,7 +290,7 @@ class HcRadixCache(CapturingTree):
 
     def ready_to_load_host_cache(self) -> int:
         """Start what admission queued; the batch about to run waits for it layer by layer."""
-        restorer = self.tiers.restorer
+        restorer = self.restorer
         if not restorer.has_queued:
             return -1
         with self.compute_stream.entered():
@@ -291,24 +300,31 @@ class HcRadixCache(CapturingTree):
         """Top of every scheduling pass: take in completions, finish what no batch picked up."""
         self.take_in()
         self.look_at_queue()
-        if self.tiers.restorer.has_queued:
+        if self.restorer.has_queued:
             with self.compute_stream.entered():
-                self.tiers.restorer.run_now()
+                self.restorer.run_now()
 
+    @method(answer=nothing)
     def take_in(self) -> None:
         """Completions of all tiers."""
-        tiers, exporter = self.tiers, self.scheduler.exporter
-        if tiers.disk is not None and tiers.disk.is_busy and not self.scheduler.decoding:
+        tiers, disk, exporter = self.tiers, self._disk, self.scheduler.exporter
+        if disk is not None and disk.is_busy and not self.scheduler.decoding:
             # Threads that read a store would wait 5 ms each time that they need the interpreter.
             time.sleep(0)
         tiers.poll()
         if exporter is not None and exporter.due(time.monotonic()):
             exporter.publish(tiers.levels(), tiers.counts())
 
+    def _forget_queue(self) -> None:
+        """Whoever waits is admitted with what is there."""
+        for req in self.scheduler.waiting_queue:
+            self.waiting.give_up(req)
+
+    @method(_forget_queue, answer=nothing)
     def look_at_queue(self) -> None:
         """What the waiting requests need is fetched and kept."""
         self.waiting.on_schedule_step(self.scheduler.waiting_queue, self.scheduler.decoding)
-        ahead.restore_waiting(self)
+        self.ahead.restore_waiting(self)
 
     # -- the waiting queue -----------------------------------------------------------------------
 
@@ -316,23 +332,31 @@ class HcRadixCache(CapturingTree):
         """Blocks are found by their tokens, whatever the device node knows of them."""
         return True
 
+    def _give_up_all(self, rid: str, *_: Any) -> None:
+        self.waiting.give_up_all(rid)
+
+    @method(_give_up_all, answer=nothing)
     def prefetch_from_storage(self, rid: str, *_: Any) -> None:
         """A request was queued, and matched just before."""
         if not self.stopped:
             self.waiting.queued(rid)
 
+    @method(_give_up_all, answer=lambda *_: True)
     def check_prefetch_progress(self, rid: str) -> bool:
         """False: pass the request over in this pass. SGLang asks in the order of the queue."""
         return self.waiting.ready(rid)
 
+    @method(answer=lambda *_: 0)
     def pop_prefetch_loaded_tokens(self, rid: str) -> int:
         """Tokens that came from disk for this request, which is the one that is ready."""
         return self.waiting.take_loaded()
 
+    @method(answer=nothing)
     def release_aborted_request(self, rid: str) -> None:
         """A request is about to leave the queue, or has left it. Which one of this name does, the
         next pass sees (`SchedulerQueue.on_schedule_step`)."""
 
+    @method(answer=lambda *_: False)
     def clear_storage_backend(self, ended: Callable[[bool], object] = bool) -> bool:
         """See `Forgetter.clear`."""
         return self.forgetter.clear(ended)
@@ -354,8 +378,8 @@ class HcRadixCache(CapturingTree):
         """The weights changed: nothing saved is valid. Requests may be running, but not in a
         pipeline."""
         self._clear()
-        if self.tiers.disk is not None:
-            self.tiers.disk.disown()
+        if self._disk is not None:
+            self._disk.disown()
 
     def _clear(self) -> None:
         if self.audit is not None:

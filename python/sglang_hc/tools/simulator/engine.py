@@ -196,7 +196,8 @@ class Engine:
         if meeting is not None and name in self._queue:
             self._deliver()
             head = meeting.first * BLOCK_TOKENS
-            self._restore_early(self.cache.jobs[name], meeting, head)
+            if self._restore_early(self.cache.jobs[name], meeting, head):
+                self._deliver()  # what came meanwhile counts when the request is asked for
 
     def _admissible(self, considered: Sequence[int]) -> Iterator[int]:
         """Waiting requests that may be admitted, in the order in which they are asked."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
@@ -106,8 +107,9 @@ class TieredCache:
         self.write_seconds = costs.block_seconds(SourceTier.DISK)
         if self.host is None or self.disk is None:
             prefetch = "off"
+        counters: Counter[str] = Counter()
         self.prefetcher: Prefetcher[int] = Prefetcher(
-            self.window, self, costs, (sizes.host, sizes.disk), prefetch, stretch
+            self.window, self, costs, (sizes.host, sizes.disk), prefetch, counters, stretch
         )
         self.coming: Collection[bytes] = ()
         if self.host is not None:
@@ -115,8 +117,9 @@ class TieredCache:
             self.coming = self._coming.block_ids
             self._coming.subscribe(self.prefetcher.complete, self.prefetcher.fail)
         tree = BlockTree(FINGERPRINT) if self.host is None else self.host.tree
-        counters = self.prefetcher.counters
-        self.meetings: Meetings[int] = Meetings(tree, costs, counters, lambda: self._now)
+        self.meetings: Meetings[int] = Meetings(
+            tree, costs, counters, lambda: self._now, lambda: None
+        )
 
     # The waiting queue
 
