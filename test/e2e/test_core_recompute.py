@@ -46,10 +46,10 @@ def watch(core: Core, counts: list[int] | None = None) -> Counter:
         queued.clear()
         return start()
 
-    def one_pass(tokens: Any, slots: Any, first: int, decode: bool = False) -> None:
+    def one_pass(tokens: Any, *rest: Any) -> None:
         assert len(tokens) <= CHUNK
         seen["passes"] += 1
-        run(tokens, slots, first, decode)
+        run(tokens, *rest)
 
     tiers.restorer.queue, tiers.restorer.start = queue_restore, start_restores
     tiers.restorer.path.recomputer.forward_pass = one_pass
@@ -243,14 +243,14 @@ def unusable(model: str) -> tuple[Any, Any, str]:
         path, alone = tiers.restorer.path, StartGroup(0, 1)
         return compare_pieces(path.recomputer, path.sink, slots, dtype, 2, alone)
 
-    def lost(tokens: Any, slots: Any, start: int, decode: bool = False) -> None:
+    def lost(tokens: Any, slots: Any, start: int, *rest: Any) -> None:
         core.scheduler.req_to_token_pool.req_to_token[0, :start] = 0
-        run(tokens, slots, start, decode)
+        run(tokens, slots, start, *rest)
 
-    def no_decode(tokens: Any, slots: Any, start: int, decode: bool = False) -> None:
+    def no_decode(tokens: Any, slots: Any, start: int, decode: bool, adapter: Any) -> None:
         if decode:
             raise RuntimeError("no such batch")
-        run(tokens, slots, start)
+        run(tokens, slots, start, decode, adapter)
 
     good = found()
     tiers.restorer.path.recomputer.forward_pass = no_decode

@@ -130,11 +130,11 @@ class LayerRecomputer:
                         between()
                     end = min(start + chunk, stop)
                     piece = tokens[start - first : end - first]
-                    self._forward_pass(piece, slots[start:end], start, decode, adapter)
+                    self.forward_pass(piece, slots[start:end], start, decode, adapter)
         finally:
             row.zero_()
 
-    def _forward_pass(
+    def forward_pass(
         self, tokens: torch.Tensor, slots: torch.Tensor, start: int, decode: bool,
         adapter: str | None,
     ) -> None:  # fmt: skip
