@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import secrets
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -150,7 +151,7 @@ class CachedProfile:
 
 def save(cost: CostModel, path: Path) -> None:
     """Write a profile file, whole or not at all. Raises OSError."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         part.write_text(encode(cost) + "\n", encoding="utf-8")
         os.replace(part, path)

@@ -101,20 +101,27 @@ class DirectRows:
             for source, slot, slot_row, count in spans:
                 fill([slots[slot] for slots in self._slots], slot_row, source, count)
             return
-        for first in range(low, stop, self._piece):
-            count = min(self._piece, stop - first)
-            shapes = [(t.shape[1], count, t.shape[3]) for t in self._slots]
-            staged = self.ring.take(shapes, self._copy_stream)
-            fill(staged, 0, first, count)
-            self._copy_stream.after(self._copy_stream.computed())
-            for source, slot, row, length in shifted(spans, first, first + count, -first):
-                for slots, rows in zip(self._slots, staged, strict=True):
-                    self._copy_stream.copy(
-                        slots[slot, :, row : row + length].flatten(1),
-                        rows[:, source : source + length].flatten(1),
-                    )
-            self.ring.give(self._copy_stream.record())
-        self._scatters.pass_point(self._copy_stream.record())
+        try:
+            for first in range(low, stop, self._piece):
+                self._copy_piece(self.ring, first, min(self._piece, stop - first), fill, spans)
+        finally:  # a slot that copies go to is waited for after an error as well
+            self._scatters.pass_point(self._copy_stream.record())
+
+    def _copy_piece(
+        self, ring: DeviceRing, first: int, count: int, fill: Fill, spans: Sequence[RowSpan]
+    ) -> None:
+        """Take the source rows [first, first + count) through the ring."""
+        shapes = [(t.shape[1], count, t.shape[3]) for t in self._slots]
+        staged = ring.take(shapes, self._copy_stream)
+        fill(staged, 0, first, count)
+        self._copy_stream.after(self._copy_stream.computed())
+        for source, slot, row, length in shifted(spans, first, first + count, -first):
+            for slots, rows in zip(self._slots, staged, strict=True):
+                self._copy_stream.copy(
+                    slots[slot, :, row : row + length].flatten(1),
+                    rows[:, source : source + length].flatten(1),
+                )
+        ring.give(self._copy_stream.record())
 
 
 def tensors_of(memory: torch.Tensor, shapes: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:

@@ -44,13 +44,16 @@ def choose(
     if len(ways) == 1:
         return next(iter(ways))
     good: dict[str, W] = {}
-    reference = wrong = None
+    reference = None
     for name, way in ways.items():
+        wrong = None
         try:
             if result is not None and differs is not None:
                 found = result(way)
-                reference = found if reference is None else reference
-                wrong = differs(reference, found)
+                if reference is None:
+                    reference = found
+                else:
+                    wrong = differs(reference, found)
             if wrong is None:
                 work(way)  # pays for compiling and for memory
         except Exception as error:

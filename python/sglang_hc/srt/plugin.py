@@ -39,8 +39,8 @@ def activate() -> None:
 
 
 class Hook(NamedTuple):
-    """target: SGLang's function, kind: how
-    `call` is put around it. on_error: what an error of `call` does."""
+    """`call` is put around SGLang's function `target`; `kind` says how, `on_error` what an error of
+    `call` does."""
 
     target: str
     kind: HookType
@@ -92,6 +92,7 @@ def all_hooks() -> list[Hook]:
         Hook(draft, around, speculation.register_draft, start),
         Hook(f"{runner}.forward", around, hooks.forward, forward),
         Hook(f"{scheduler}.run_batch", around, hooks.run_batch, ends),
+        Hook(f"{scheduler}.run_batch", after, hooks.batch_ran, keeps),
         Hook(f"{policy}.SchedulePolicy.calc_priority", after, hooks.arrange, keeps),
         Hook(f"{adder}.add_one_req", around, meeting.add_one_req, give_up),
         Hook(f"{adder}.add_chunked_req", around, meeting.add_chunked_req, give_up),

@@ -49,8 +49,8 @@ class Unguarded(NamedTuple):
 
 
 class Guarded(NamedTuple):
-    """An error of ours costs reuse. Around a function of SGLang's, its answer is given; it is asked
-    at most once. drop: told of (tree, arguments) to forget what we keep of the requests concerned.
+    """An error of ours costs reuse. Around a function of SGLang's, its answer is given; a hook must
+    ask it at most once. drop: told of (tree, arguments) to forget what we keep of the requests concerned.
     It may raise."""
 
     drop: Callable[..., object] = nothing

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,8 @@ from sglang_hc.srt.model.families import LayerAdapter
 
 Projection = Callable[[Any, LayerAdapter, int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """(pool, adapter, layer, hidden (n, size), positions (n,) int64, slots (n,) int64)."""
+
+logger = logging.getLogger(__name__)
 
 TIMED_ROWS = 4096
 """Most rows of what is timed: what a frame of the restore pass holds of a 7B model."""
@@ -47,7 +50,9 @@ def installed_kernels() -> Any:
     """The choices of the package of kernels, `sglang_hc_kernels.choice`, or None."""
     try:
         return importlib.import_module("sglang_hc_kernels.choice")
-    except ImportError:
+    except ImportError as error:
+        if error.name != "sglang_hc_kernels":
+            logger.warning("sglang-hc: kernels that do not fit are not used: %s", error)
         return None
 
 

@@ -97,11 +97,16 @@ def run_batch(
         return original(self, batch, *args, **kwargs)
     token = _running.set((tree, list(batch.reqs)))
     try:
-        result = original(self, batch, *args, **kwargs)
+        return original(self, batch, *args, **kwargs)
     finally:
         _running.reset(token)
-    hand_over(tree, result)
-    return result
+
+
+def batch_ran(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER Scheduler.run_batch: a speculating pass says which rows it accepted."""
+    tree = tree_of(self)
+    if tree is not None:
+        hand_over(tree, result)
 
 
 def forward(
