@@ -50,8 +50,8 @@ class Unguarded(NamedTuple):
 
 class Guarded(NamedTuple):
     """An error of ours costs reuse. Around a function of SGLang's, its answer is given; a hook must
-    ask it at most once. drop: told of (tree, arguments) to forget what we keep of the requests concerned.
-    It may raise."""
+    ask it at most once. drop: told of (tree, arguments) to forget what we keep of the requests
+    concerned. It may raise."""
 
     drop: Callable[..., object] = nothing
 
