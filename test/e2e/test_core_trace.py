@@ -14,6 +14,8 @@ from support.core import MODELS, Core, run_in_child
 
 TALKS, REQUESTS = 8, 40
 DEVICE = 640
+HOST_GIB = {"kv": "0.01", "hidden": "0.005", "hidden:2,kv:2": "0.0075"}
+"""Room for about as many blocks in each form, and not for all conversations."""
 
 
 def recorded_run(folder: str, forms: str, eviction: str, disk: bool) -> list:
@@ -22,7 +24,8 @@ def recorded_run(folder: str, forms: str, eviction: str, disk: bool) -> list:
     below = ("--hc-disk", f"{folder}/disk:1") if disk else ()
     core = Core(
         "--hc-forms", forms, *below, "--hc-eviction", eviction, "--hc-trace", f"{folder}/t.jsonl",
-        "--max-total-tokens", str(DEVICE), "--hc-host-size-gb", "0.01", "--dtype", "float32",
+        "--max-total-tokens", str(DEVICE), "--hc-host-size-gb", HOST_GIB[forms],
+        "--dtype", "float32",
     )  # fmt: skip
     rng = random.Random(3)
     system = rng.choices(range(3, 900), k=64)
@@ -61,3 +64,4 @@ def test_the_load_simulated_hits_what_the_server_did(
     hit = sum(a["device"] + a["hit"] for a in admitted)
     simulated = sum(found[f"{tier}_hit_tokens"] for tier in ("device", "host", "disk"))
     assert simulated == pytest.approx(hit, rel=0.05)
+    assert (found["disk_hit_tokens"] > 0) == disk

@@ -104,7 +104,7 @@ def refusal(argv: tuple[str, ...]) -> tuple[object, str]:
         ),
         (
             ("--hc-disk", "/tmp/hc-a:1", "--hc-disk", "/tmp/./hc-a/"),
-            ("--hc-disk /tmp/hc-a", "more than once"),
+            ("/tmp/hc-a is given more than once", "--hc-disk"),
         ),
         (("--hc-remote", "eic"), ("--hc-remote eic", "package eic", "install")),
         (("--hc-remote", "file"), ("--hc-remote file", "directory", "--hc-remote-config")),

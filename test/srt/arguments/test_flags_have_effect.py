@@ -31,7 +31,7 @@ KEY = str(Path(tempfile.gettempdir()) / f"sglang-hc-test-key-{os.getpid()}")
 
 ALONE = {
     "host_size_gb": "1", "forms": "hidden", "disable": None, "disk": "/tmp:1", "eviction": "lru",
-    "trace": "/tmp/sglang-hc-no-such-trace", "remote": "file",
+    "trace": "/tmp/sglang-hc-no-such-trace",
     "restore": "always", "ttl": "3", "schedule": "ready-first",
     "overflow": "recompute", "exact": None, "open_routes": None,
     "audit": "1",
@@ -39,12 +39,15 @@ ALONE = {
 }  # fmt: skip
 """Flags that have an effect by themselves, with a value."""
 
+SHARED = ("--hc-remote", "file", "--hc-remote-config", '{"dir": "/tmp:1"}')
+
 WITH = {
-    "remote_config": ('{"dir": "/tmp"}', [("--hc-remote", "file")]),
-    "remote_key": (KEY, [("--hc-remote", "file")]),
+    "remote": ("file", [SHARED[2:]]),
+    "remote_config": (SHARED[3], [SHARED[:2]]),
+    "remote_key": (KEY, [SHARED]),
     "prefetch": (
         "queue",
-        [("--hc-disk", "/tmp:1"), ("--hc-remote", "file"), ("--hc-overflow", "reembed")],
+        [("--hc-disk", "/tmp:1"), SHARED, ("--hc-overflow", "reembed")],
     ),
     **{
         name: (value, [("--hc-overflow", "recompute"), ("--hc-overflow", "reembed")])
@@ -104,7 +107,7 @@ def test_every_flag_is_in_one_group() -> None:
     assert not ALONE.keys() & WITH.keys()
     theirs = {word for word in words if "hicache" in word or "hierarchical-cache" in word}
     assert theirs == set(HICACHE)
-    assert {name for name, flag in FLAGS.items() if flag.need is not None} == set(WITH)
+    assert {name for name, flag in FLAGS.items() if flag.need is not None} | {"remote"} == set(WITH)
 
 
 @pytest.mark.parametrize("name", ALONE)

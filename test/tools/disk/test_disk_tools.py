@@ -164,7 +164,8 @@ def test_fsck_of_good_directories_finds_nothing_and_changes_nothing(
         assert status == 0
         for report, folder in zip(reports, folders, strict=True):
             assert report == {
-                "path": str(folder), "blocks": 11, "bytes_verified": 11 * FILE, "findings": []
+                "path": str(folder), "blocks": 11, "keyed": 0, "bytes_verified": 11 * FILE,
+                "findings": [],
             }  # fmt: skip
     assert contents(tmp_path) == before
     status, text = call(capsys, "fsck", *folders)
