@@ -16,7 +16,11 @@ WITHOUT_US = {"SGLANG_PLUGINS": "none"}
 """Environment of SGLang as it comes: this package, which is installed beside it, is not loaded."""
 DEFAULTS = "sglang-hc"
 """The arm that is this package as it comes: forms chosen by the server."""
-NAMED = ("stock", DEFAULTS, "hicache", "kv", "hidden", "auto")
+SGLANGS_ATTENTION = "stock-attention"
+"""Without a GPU every arm, `stock` too, has this package's attention, which costs less behind a
+cached prefix than SGLang's (`srt.model.cpu_attention`). This arm is `stock` without it."""
+SGLANGS_ATTENTION_ENV = "SGLANG_HC_SGLANGS_ATTENTION"
+NAMED = ("stock", SGLANGS_ATTENTION, DEFAULTS, "hicache", "kv", "hidden", "auto")
 HICACHE: dict[str, tuple[str, ...]] = {
     "hicache": (),
     "hicache-layer-first": ("--hicache-mem-layout", "layer_first"),
@@ -87,6 +91,8 @@ def make_arms(
     for name in names:
         if name in HICACHE and not gpu:
             skipped.append(f"{name}: {_HICACHE_SKIPPED}")
+        elif name == SGLANGS_ATTENTION and gpu:
+            skipped.append(f"{name}: left out, with a GPU it is stock")
         else:
             arms.append(_arm(name, settings, gpu))
     if not arms:
@@ -106,12 +112,13 @@ def _arm(name: str, settings: ServerSettings, gpu: bool) -> Arm:
     args += [*settings.extra, *settings.per_arm.get(name, ())]
     if plain:
         return Arm(name, SGLANG_MODULE, tuple(args), WITHOUT_US)
-    return Arm(name, HC_MODULE, tuple(args))
+    env = {SGLANGS_ATTENTION_ENV: "1"} if name == SGLANGS_ATTENTION else {}
+    return Arm(name, HC_MODULE, tuple(args), env)
 
 
 def _own_flags(name: str, settings: ServerSettings, gpu: bool) -> list[str]:
     size = f"{settings.host_size_gb:g}"
-    if name == "stock":
+    if name in ("stock", SGLANGS_ATTENTION):
         # Without a GPU plain SGLang needs the flags that our launcher chooses.
         return [] if gpu else ["--hc-disable"]
     if name in HICACHE:

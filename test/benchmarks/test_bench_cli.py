@@ -296,3 +296,13 @@ def test_an_output_that_is_a_file(
     (tmp_path / "out").write_text("")
     assert bench("multi-turn", "--model", model, "--output", str(tmp_path / "out")) == 2
     assert "--output" in capsys.readouterr().err
+
+
+def test_the_arm_with_sglangs_attention_is_stock_with_a_gpu() -> None:
+    settings = arms.ServerSettings("MODEL", 1.0)
+    names = ["stock", arms.SGLANGS_ATTENTION]
+    (stock, other), skipped = arms.make_arms(names, settings, gpu=False)
+    assert (other.module, other.args) == (stock.module, stock.args) and not skipped
+    assert other.env == {arms.SGLANGS_ATTENTION_ENV: "1"} and not stock.env
+    made, (skip,) = arms.make_arms(names, settings, gpu=True)
+    assert [arm.name for arm in made] == ["stock"] and "stock-attention: left out" in skip

@@ -6,6 +6,7 @@ raises: `in_place.py` looks whether all is there.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -124,7 +125,7 @@ def all_hooks() -> list[Hook]:
             for name in hooks.REFUSED_UPDATE
         ),
     ]
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and os.environ.get(cpu.SGLANGS_ATTENTION) != "1":
         extend = f"{backend}._run_sdpa_forward_extend"
         found.append(Hook(extend, around, cpu_attention.extend, model))
     return found

@@ -7,6 +7,7 @@ import sglang
 from sglang.srt.mem_cache import registry
 from sglang.srt.plugins.hook_registry import HookRegistry
 
+from benchmark.harness import arms
 from sglang_hc.srt import plugin
 from sglang_hc.srt.engine import in_place
 from support.core import import_engine
@@ -38,3 +39,14 @@ def test_a_plugin_that_failed_on_the_way_left_no_tree(monkeypatch: pytest.Monkey
 def test_another_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang, "__version__", "0.5.16")
     assert in_place.missing() == [f"sglang=={in_place.SGLANG_VERSION} (found 0.5.16)"]
+
+
+def test_sglangs_attention_stays_where_a_comparison_wants_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def attention() -> list[str]:
+        return [hook.target for hook in plugin.all_hooks() if "sdpa" in hook.target]
+
+    assert len(attention()) == 1
+    monkeypatch.setenv(arms.SGLANGS_ATTENTION_ENV, "1")
+    assert attention() == []

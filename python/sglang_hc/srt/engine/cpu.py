@@ -6,6 +6,10 @@ from typing import Any
 
 from sglang_hc.config import ConfigError
 
+SGLANGS_ATTENTION = "SGLANG_HC_SGLANGS_ATTENTION"
+"""Environment variable of comparisons: with "1" SGLang's own attention stays in place on a CPU, see
+`srt.model.cpu_attention`."""
+
 
 def enable() -> None:
     """Let rotary embeddings be built without CUDA, and MLA models choose their attention.
