@@ -47,7 +47,7 @@ COUNTS = {
     "kept_tokens": "Tokens whose blocks came into the host tier.",
     "restorations": "Restorations from the host tier.",
     "restored_tokens": "Tokens restored from the host tier.",
-    "early_restored_tokens": "Of these, while the rest of their history was on its way.",
+    "early_restored_tokens": "Of these, before the pass of their request.",
     "retracted_restored_tokens": "Of these, for requests that came back after a retraction.",
     "retracted_tokens": "Tokens of state that retracted requests had when they made room.",
     "recomputed_layer_tokens": "Of these, layers times tokens that the model computed again.",

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import LayerPlan
+from sglang_hc.restore.path import Restoration
 from support.copy_streams import LateCopyStream
 from support.examples import examples
 from support.restore_bench import LENGTH, PATHS, UNTOUCHED, Bench, check, token
@@ -105,3 +106,41 @@ def test_an_index_whose_pass_is_over_costs_nothing() -> None:
     bench.tiers.restorer.gate.wait_until(0)
     bench.tiers.after_pass(())
     assert all(bool((part == UNTOUCHED).all()) for part in itertools.chain(*bench.pool.kv))
+
+
+def early(bench: Bench, path: int) -> None:
+    slots = bench.slots[path, :128]
+    bench.tiers.restorer.restore_early([Restoration(bench.nodes[path][:2], 0, 128, slots)])
+
+
+@pytest.mark.parametrize("part", ["copy", "copy_ranges", "write_hidden", "write_kv"])
+def test_an_early_restoration_that_an_error_ends_leaves_nothing_behind(part: str) -> None:
+    """All its frames are free again, the next pass does not go on with it, and is whole."""
+    reached = 0
+    for when in range(6):
+        bench = Bench(LayerPlan(0, 2, 2))
+        path = bench.tiers.restorer.path
+        owner = path.copy_stream if part.startswith("copy") else path.sink
+        real, count = getattr(owner, part), itertools.count()
+
+        def broken(*args: object, when: int = when, real=real, count=count) -> None:
+            if next(count) == when:
+                raise OSError("planted")
+            real(*args)
+
+        frames = len(path.staging.free)
+        setattr(owner, part, broken)
+        failed = False
+        try:
+            early(bench, 0)
+        except OSError:
+            failed = True
+        reached += failed
+        assert len(path.staging.free) == frames
+        setattr(owner, part, real)
+        for rows in itertools.chain(*bench.pool.kv):
+            rows.fill_(UNTOUCHED)
+        early(bench, 1)
+        bench.tiers.restorer.poll()
+        bench.check([0, 128])
+    assert reached or part == "copy_ranges"

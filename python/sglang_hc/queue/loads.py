@@ -4,14 +4,18 @@
     READING    on its way into a host slot (`tree/promotions.py`)
     HERE       in host memory
     RESTORING  written to device slots of its own; counts if its bytes keep their place in host
-               memory until they are copied
+               memory until they are copied. A block of the tree is pinned so long: it is RESTORED
+               at once
     RESTORED   in these slots, until its request is loaded
-    LOST       will not come
+    LOST       will not come, or is not needed any more
 
                                            .--- room is needed ---.--------------.
                                            v                      |              |
     WANTED --asked--> READING --came--> HERE --slots--> RESTORING --copied--> RESTORED
-                         `---failed---> LOST <---left its place---'
+                         |                |                      |
+                         |             given up                  |
+                         |                v                      |
+                         `---failed---> LOST <---left its place--'
 
 Fetching before a request's turn (`prefetch.py`), meeting in the middle (`meeting.py`) and restoring
 ahead of a request's pass (`srt/tree/ahead.py`) are policies over these. Belongs to the scheduler
@@ -79,10 +83,18 @@ class BlockLoad:
 @dataclass(eq=False, slots=True)
 class Load:
     """What is in motion for one request, by the numbers of its blocks. todo: blocks of the host
-    tier that are to be restored while it waits; None until that was looked up."""
+    tier that are to be restored while it waits; None until that was looked up. is_closed: nothing
+    more is restored while it waits."""
 
     blocks: dict[int, BlockLoad] = field(default_factory=dict)
     todo: Sequence[tuple[int, BlockNode]] | None = None
+    is_closed: bool = False
+
+    @property
+    def block_ids(self) -> set[bytes]:
+        """Blocks that have device slots, or are to have some."""
+        have = [block.node for block in self.blocks.values() if block.node is not None]
+        return {node.block_id for node in (*have, *(node for _, node in self.todo or ()))}
 
     @property
     def restored(self) -> list[int]:

@@ -97,11 +97,12 @@ class RestorePlanner:
             if tried:
                 first = self.plan.recompute
                 plan = replace(plan, decision=Decision.TRY, tokens=tried, recompute_layers=first)
-        return replace(plan, copy_seconds=self._copy_seconds(cost, plan))
+        return self._with_copies(cost, plan)
 
     def as_stored(self, tokens: int) -> RestorePlan:
         """Restore what a history that was met has left to restore, without weighing it."""
-        return self._all_of(tokens, Reason.AS_STORED)
+        plan, cost = self._all_of(tokens, Reason.AS_STORED), self._weighed
+        return plan if cost is None else self._with_copies(cost, plan)
 
     def take(self, plan: RestorePlan) -> None:
         """The plan is carried out: count it, and add its copies to the backlog."""
@@ -224,14 +225,14 @@ class RestorePlanner:
             allow_recompute=self._can_recompute,
         )
 
-    def _copy_seconds(self, cost: CostModel, plan: RestorePlan) -> float:
-        """Seconds to copy the layers that a plan loads."""
+    def _with_copies(self, cost: CostModel, plan: RestorePlan) -> RestorePlan:
+        """The plan, with the seconds to copy the layers that it loads."""
         if not plan.tokens:
-            return 0.0
+            return plan
         first, stored = plan.recompute_layers, self.plan
         kv = min(stored.kv, stored.num_layers - first)
         loaded = LayerPlan(first, stored.num_layers - first - kv, kv)
-        return cost.copy_stored(SourceTier.HOST, loaded, plan.tokens)
+        return replace(plan, copy_seconds=cost.copy_stored(SourceTier.HOST, loaded, plan.tokens))
 
     def _copy_token(self, tier: SourceTier) -> float:
         """See `CostModel.copy_token`; 0 when it is not known."""

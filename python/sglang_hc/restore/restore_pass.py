@@ -99,8 +99,12 @@ class RestorePass:
         self._beside: dict[int, Event] = {}
         """Layers that are submitted beside the compute stream, and when their K/V are valid."""
         self._staging.claim(self.finish)
-        self._run_ahead()
-        self._submit_beside(min(self._open, default=0))
+        try:
+            self._run_ahead()
+            self._submit_beside(min(self._open, default=0))
+        except Exception:
+            self.abandon()
+            raise
 
     def recompute(self) -> None:
         """Submit the recomputation of the layers that are not loaded, in the order of admission.
@@ -132,6 +136,20 @@ class RestorePass:
             self.wait(layer)
         self._staging.release(self.finish)
         self._observer.finished()
+
+    def abandon(self) -> None:
+        """An error ended the pass: nothing more is written to its slots. Waits for what is under
+        way and gives its frames back. What the slots hold is of no use."""
+        self._todo.clear()
+        self._open.clear()
+        self._beside.clear()
+        self._copy_stream.record().wait()
+        if self._side_stream is not None:
+            with self._side_stream():
+                self._copy_stream.computed().wait()
+        while self._staged:
+            self._staged.popleft().done()
+        self._staging.release(self.finish)
 
     def _in_order(self, loads: Sequence[_Load], kv_per_hidden: float) -> Iterator[_Load]:
         """The loads in the order of their copies. Within a form it is the order of the layers."""
@@ -184,13 +202,16 @@ class RestorePass:
         while self._todo and self._staging.has_free:
             layer, piece = self._todo.popleft()
             frame = self._staging.take()
-            parts = carve(frame, piece.rows, self._source.widths(layer))
-            for source, target in zip(self._source.parts(layer), parts, strict=True):
-                copy_piece(self._copy_stream, piece, source, target)
             done = partial(self._staging.give_back, frame)
-            self._staged.append(
-                _Staged(layer, piece.first, parts, self._copy_stream.record(), done)
-            )
+            try:
+                parts = carve(frame, piece.rows, self._source.widths(layer))
+                for source, target in zip(self._source.parts(layer), parts, strict=True):
+                    copy_piece(self._copy_stream, piece, source, target)
+                event = self._copy_stream.record()
+            except Exception:
+                done()
+                raise
+            self._staged.append(_Staged(layer, piece.first, parts, event, done))
             rows[layer] += piece.rows
         self._observer.copies_end(begin, rows)
 
@@ -210,7 +231,7 @@ class RestorePass:
 
     def _write(self) -> None:
         """Write the oldest staged piece to the pool and give its frame back."""
-        layer, first, parts, event, done = self._staged.popleft()
+        layer, first, parts, event, done = self._staged[0]
         self._copy_stream.before_compute(event)
         rows = slice(first, first + parts[0].shape[0])
         slots, form = self._slots[rows], self._layout.form(layer)
@@ -222,6 +243,7 @@ class RestorePass:
         else:
             self._sink.write_kv(layer, parts, slots)
         self._observer.write_end(begin, form, slots.numel())
+        self._staged.popleft()
         self._open[layer] -= 1
         done()
         self._run_ahead()

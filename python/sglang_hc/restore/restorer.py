@@ -125,11 +125,18 @@ class Restorer:
         """Submit restorations of blocks before the pass of their request, and of all their layers.
         Compute work that is submitted later finds their K and V.
 
-        Returns a point behind the copies. The blocks are not pinned: what was restored counts only
-        if their host slots were still theirs at that point.
+        Returns a point behind the copies. Nothing is pinned here: blocks of the tree are kept until
+        then with `keep`; a block that has not joined it counts only if its host slot was still its
+        own at that point. After an error nothing more is written to the device slots, which nobody
+        may read: they may be freed.
         """
-        self._pass(restorations).finish()
-        return self.path.copy_stream.record()
+        early = self._pass(restorations)
+        try:
+            early.finish()
+            return self.path.copy_stream.record()
+        except Exception:
+            early.abandon()
+            raise
 
     def join_early(self, tokens: int) -> None:
         """Count tokens that were restored early and now serve their request."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,170 +14,17 @@ from hypothesis import strategies as st
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.queue.meeting import Action
 from sglang_hc.queue.requests import Serial
-from sglang_hc.restore.path import Restoration
-from sglang_hc.restore.restorer import Restorer
 from sglang_hc.srt.engine.intake import SERIAL
-from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.tree.ahead import RestoreAhead
 from sglang_hc.srt.tree.device_tree import DeviceTree
 from sglang_hc.srt.tree.prerestored import (
-    PrerestoredBlocks,
     interleave_slots,
     missing_ranges,
 )
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.tree.identity import BLOCK_BYTES
-from sglang_hc.tree.promotions import Promotion
+from support.early_world import ME, STOP, EarlyWorld
 from support.examples import examples
-from support.host import keep
-from support.meeting_world import SPOKEN, WORD, World
-
-STOP = len(WORD) * BLOCK_TOKENS
-GARBAGE = b"garbage"
-ME = Serial(1)
-
-
-class Allocator:
-    """Device slots; each is in one hand."""
-
-    def __init__(self, slots: int) -> None:
-        self.all = frozenset(range(slots))
-        self.unused = set(self.all)
-
-    def available_size(self) -> int:
-        return len(self.unused)
-
-    def alloc(self, count: int) -> torch.Tensor:
-        taken = sorted(self.unused)[:count]
-        self.unused -= set(taken)
-        return torch.tensor(taken, dtype=torch.int64)
-
-    def free(self, slots: torch.Tensor) -> None:
-        freed = slots.tolist()
-        assert not self.unused & set(freed) and len(set(freed)) == len(freed), "given back twice"
-        self.unused |= set(freed)
-
-
-class Copies:
-    """Restorations whose copies are made when the test says so, in their order, from what the host
-    slots hold then."""
-
-    def __init__(self, content: dict[int, bytes]) -> None:
-        self._content = content
-        self._pending: deque[Restoration] = deque()
-        self.device: dict[int, tuple[bytes, int]] = {}
-        """Device slot: identity of the block and row whose state it holds."""
-        self.restored: Counter[int] = Counter()
-
-    def restore_early(self, restorations: Sequence[Restoration]) -> Copies:
-        for restoration in restorations:
-            self._pending.append(restoration)
-            blocks = range(restoration.start // BLOCK_TOKENS, restoration.stop // BLOCK_TOKENS)
-            self.restored.update(blocks)
-        return self
-
-    def step(self) -> None:
-        if self._pending:
-            restoration = self._pending.popleft()
-            rows = [
-                (self._content[span.slot], span.row + row)
-                for span in restoration.spans(restoration.start, restoration.stop)
-                for row in range(span.rows)
-            ]
-            self.device |= dict(zip(restoration.device_slots.tolist(), rows, strict=True))
-
-    def wait(self) -> None:
-        while self._pending:
-            self.step()
-
-
-class EarlyWorld(World):
-    """And the device, on which blocks are restored as they come."""
-
-    def __init__(self, slots: int = 40, held: int = 0, share: float = 0.5) -> None:
-        self.content: dict[int, bytes] = {}
-        """Host slot: identity of the block whose bytes it holds."""
-        super().__init__(slots, held, share)
-        self.copies = Copies(self.content)
-        self.allocator = Allocator(STOP)
-        compute = ComputeStream(torch.device("cpu"))
-        self.early = PrerestoredBlocks(self.allocator, cast(Restorer, self.copies), compute)
-
-    def read(self, low: int, high: int) -> list[Promotion]:
-        begun = super().read(low, high)
-        self.content |= {promotion.slot: GARBAGE for promotion in begun}
-        return begun
-
-    def deliver(self, which: int = 0, outcome: Outcome = Outcome.OK) -> None:
-        if self.io.moves:
-            move = self.io.moves[which % len(self.io.moves)]
-            if outcome is Outcome.OK:
-                self.content[move.slot] = move.block_id
-        super().deliver(which, outcome)
-
-    def compute(self, tokens: int, *, saved: bool = True) -> None:
-        self.head += tokens
-        if saved:
-            for node in keep(self.host, SPOKEN[: self.head // BLOCK_TOKENS * BLOCK_BYTES]):
-                self.content[node.slot] = node.block_id
-
-    def restore(self, limit: int = STOP) -> list[int]:
-        """What a pass restores. Returns the blocks."""
-        blocks = self.early.wanted(ME, self.meeting, self.head, limit)
-        if blocks:
-            slots = self.allocator.alloc(BLOCK_TOKENS * len(blocks))
-            nodes = {n: self.meeting.detached_node(n) for n in blocks}
-            self.early.restore(ME, nodes, slots)
-        self.check_room()
-        return blocks
-
-    def others(self) -> None:
-        """Another request gives what was computed to its own, and takes what room there is."""
-        nodes = self.host.tree.match(self.prompt.up_to(self.head // BLOCK_TOKENS)).nodes
-        if nodes:
-            self.disk.coming.join(nodes[-1], 0.0)
-        self.host.evict(self.host.num_slots, 0.0)
-        taken = [self.host.stage(0.0) for _ in range(self.host.free_slots)]
-        for slot in taken:
-            assert slot is not None
-            self.content[slot] = GARBAGE
-            self.host.unstage(slot)
-
-    def check_room(self) -> None:
-        assert len(self.allocator.unused) + self.early.tokens == STOP, "each slot is in one hand"
-
-    def meet(self) -> None:
-        """Both ends meet: what was restored is what its place wants."""
-        self.early.prove(ME)
-        nodes = self.meeting.join(self.head, 0.0)
-        if nodes is None:
-            self.early.forget([ME])
-            return
-        there = self.early.hand_over(ME, nodes, self.head, STOP)
-        for block, slots in there.items():
-            held = [self.copies.device[slot] for slot in slots.tolist()]
-            assert held == [(self.path.block_ids[block], row) for row in range(BLOCK_TOKENS)]
-        if nodes:
-            assert [node.block_id for node in nodes] == self.path.block_ids
-            missing = missing_ranges(there, self.head, STOP)
-            count = sum(end - begin for begin, end in missing)
-            own = self.allocator.alloc(count)
-            slots = interleave_slots(there, own, self.head, STOP)
-            assert slots.unique().numel() == slots.numel() == STOP - self.head
-            for begin, end in missing:
-                assert set(slots[begin - self.head : end - self.head].tolist()) <= set(own.tolist())
-            for block, its in there.items():
-                first = block * BLOCK_TOKENS - self.head
-                assert torch.equal(slots[first : first + BLOCK_TOKENS], its)
-            self.allocator.free(own)
-        self.early.give_back(there)
-
-    def settle(self) -> None:
-        self.early.release()
-        self.copies.wait()
-        super().settle()
-        assert self.allocator.unused == self.allocator.all, "a device slot was lost"
-        assert not self.copies.restored or max(self.copies.restored.values()) == 1
+from support.meeting_world import WORD
 
 
 def test_a_block_is_restored_when_it_has_come_and_no_second_time() -> None:
@@ -254,6 +100,116 @@ def test_a_block_that_left_its_place_before_it_was_copied_does_not_count() -> No
     world.settle()
 
 
+def restore_front(world: EarlyWorld, blocks: list[int]) -> None:
+    """Blocks that are in host memory are restored while the request waits."""
+    nodes = world.host.tree.match(world.prompt).nodes
+    slots = world.allocator.alloc(BLOCK_TOKENS * len(blocks))
+    world.early.restore(ME, {n: nodes[n] for n in blocks}, slots)
+    world.check_room()
+
+
+@pytest.mark.parametrize("in_tree", [False, True])
+def test_what_an_error_left_unwritten_is_handed_to_nobody(in_tree: bool) -> None:
+    world = EarlyWorld(held=2)
+    world.copies.fail = True
+    if in_tree:
+        with pytest.raises(OSError, match="planted"):
+            restore_front(world, [0, 1])
+    world.meeting.read_down_to(2)
+    while world.io.moves:
+        world.deliver()
+    if not in_tree:
+        with pytest.raises(OSError, match="planted"):
+            world.restore()
+    assert world.early.tokens == 0 and world.early.of(ME).restored == []
+    world.check_room()
+    world.head = 0
+    world.early.prove(ME)
+    nodes = world.meeting.join(world.head, 0.0)
+    assert nodes is not None and world.early.hand_over(ME, nodes, 0, STOP) == {}
+    world.settle()
+
+
+def test_a_request_whose_meeting_is_over_has_its_blocks_once_and_they_count() -> None:
+    """It waits on, and what host memory has of its history is looked up again."""
+    world = EarlyWorld(held=3)
+    world.head = 0
+    restore_front(world, [0, 1])
+    world.meeting.read_down_to(8)
+    world.deliver()
+    assert world.restore() == [11]
+    world.early.drop_unproven()
+    world.meeting.close()
+    world.copies.wait()
+    assert world.early.of(ME).restored == [0, 1]
+    restore_front(world, [0, 1, 2])
+    nodes = world.host.tree.match(world.prompt).nodes
+    there = world.early.hand_over(ME, nodes, 0, 3 * BLOCK_TOKENS)
+    assert sorted(there) == [0, 1, 2]
+    world.early.give_back(there)
+    world.copies.restored.clear()
+    world.settle()
+
+
+def test_a_block_that_is_read_again_gives_its_slots_back() -> None:
+    """It was restored ahead, then host memory lost it, and a meeting brings it."""
+    world = EarlyWorld(held=3)
+    world.head = 0
+    restore_front(world, [0, 1, 2])
+    world.meeting.first = 1  # as if the blocks behind the first had left
+    assert world.restore() == []
+    assert world.early.of(ME).restored == [0] and world.early.tokens == BLOCK_TOKENS
+    assert not world.meeting.is_here(BLOCK_TOKENS)
+    world.settle()
+
+
+def restore_what_came(
+    world: EarlyWorld, prompt: int, room: Callable[[], int], most: int | None = None
+) -> int:
+    """As a pass does, for a prompt of so many tokens."""
+
+    class Tree:
+        page_size, allocate = 1, staticmethod(world.allocator.alloc)
+        room = property(lambda self: room())
+
+    nobody: Any = None
+    ahead = RestoreAhead(world.early, nobody, nobody, nobody, nobody)
+    req = SimpleNamespace(
+        prefix_indices=range(world.head), full_untruncated_fill_ids=range(prompt),
+        _compute_max_prefix_len=lambda length: length - 1, **{SERIAL: ME},
+    )  # fmt: skip
+    tree = cast(DeviceTree, Tree())
+    return ahead.restore_what_came(tree, world.meeting, req, world.head, most)
+
+
+def test_a_pass_restores_no_more_than_it_may_of_what_came() -> None:
+    world = EarlyWorld()
+    world.meeting.read_down_to(8)
+    while world.io.moves:
+        world.deliver()
+    assert restore_what_came(world, STOP + 20, lambda: 2 * STOP, 3) == 3
+    assert sorted(world.early.of(ME).restored) == [8, 9, 10]
+    assert restore_what_came(world, STOP + 20, lambda: 2 * STOP, 3) == 1
+    world.settle()
+
+
+def test_who_is_served_first_keeps_what_it_has_where_the_slots_of_others_are_enough() -> None:
+    world = EarlyWorld()
+    world.meeting.read_down_to(8)
+    world.deliver()
+    assert world.restore() == [11]
+    nodes, other = {0: world.meeting.detached_node(11)}, Serial(2)
+    world.early.restore(other, nodes, world.allocator.alloc(BLOCK_TOKENS))
+    world.copies.restored.clear()
+    world.deliver()
+    free = world.allocator.available_size()
+    prompt = free + 2 * BLOCK_TOKENS
+    assert restore_what_came(world, prompt, world.allocator.available_size) == 1
+    assert world.early.tokens_of(other) == 0 and world.meeting.has_room
+    assert sorted(world.early.of(ME).restored) == [10, 11]
+    world.settle()
+
+
 @pytest.mark.parametrize(("spare", "restored"), [(0, True), (-1, False)])
 def test_the_rest_of_the_prompt_has_room_or_nothing_is_restored_early(
     spare: int, restored: bool
@@ -269,15 +225,7 @@ def test_the_rest_of_the_prompt_has_room_or_nothing_is_restored_early(
     evictable = 100
     others = world.allocator.alloc(len(world.allocator.unused) - (rest - evictable + spare))
     room = world.allocator.available_size() + evictable
-    tree = SimpleNamespace(page_size=1, allocate=world.allocator.alloc, room=room)
-    nobody: Any = None
-    ahead = RestoreAhead(world.early, nobody, nobody, nobody, nobody)
-    req = SimpleNamespace(
-        prefix_indices=range(world.head), full_untruncated_fill_ids=range(prompt),
-        _compute_max_prefix_len=lambda length: length - 1, **{SERIAL: ME},
-    )  # fmt: skip
-    found = ahead.restore_what_came(cast(DeviceTree, tree), world.meeting, req, world.head)
-    assert found == restored
+    assert restore_what_came(world, prompt, lambda: room) == restored
     assert world.early.tokens == (2 * BLOCK_TOKENS if restored else 0)
     assert world.meeting.has_room == restored
     world.allocator.free(others)

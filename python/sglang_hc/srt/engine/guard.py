@@ -74,7 +74,7 @@ UNGUARDED: dict[str, str] = {
     "check_hicache_events": "its parts are guarded, but for restorations that no pass picked up",
     "release_host_resources": "the server stops",
     "sanity_check": "it is there to raise",
-    "evictable_size": "it adds two numbers",
+    "evictable_size": "it adds three numbers",
     "is_backuped": "it is a constant",
 }
 """Other methods of the tree that SGLang calls, and why an error there may end the process."""

@@ -3,16 +3,19 @@
 Of a history that is on its way (`queue/meeting.py`) what has come is restored while the rest comes;
 of one in host memory a few blocks in each pass in which its request waits. Both only as long as
 there is room for all of the prompt: whoever is served first has it, and those before it in the
-queue.
+queue. For a block from host memory nothing leaves the device: it gets free slots or none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.restore_plan import Decision
+from sglang_hc.policy.restore_plan import Decision, Reason, RestorePlan
+from sglang_hc.queue.loads import Load
 from sglang_hc.queue.meeting import Meeting, Meetings
 from sglang_hc.queue.requests import Serial
 from sglang_hc.restore.planner import RestorePlanner
@@ -20,7 +23,11 @@ from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from sglang_hc.srt.tree.device_tree import DeviceTree
 from sglang_hc.srt.tree.host_match import HostMatch
-from sglang_hc.srt.tree.prerestored import PrerestoredBlocks
+from sglang_hc.srt.tree.prerestored import (
+    PrerestoredBlocks,
+    interleave_slots,
+    missing_ranges,
+)
 from sglang_hc.tree.block_tree import BlockNode
 
 REQUESTS = 8
@@ -34,6 +41,16 @@ def restorable(meeting: Meeting, req: Any, page_size: int) -> int:
     """Tokens of the prompt that may be restored; of the others at least one is computed."""
     limit: int = req._compute_max_prefix_len(len(req.full_untruncated_fill_ids))
     return min(meeting.stop, limit) // page_size * page_size
+
+
+class Placed(NamedTuple):
+    """Device slots of a span of tokens, in their order. missing: tokens [begin, end) that are
+    restored as planned; of the others, `early` tokens, the slots hold K and V already."""
+
+    slots: torch.Tensor
+    plan: RestorePlan
+    missing: Sequence[tuple[int, int]]
+    early: int
 
 
 class RestoreAhead:
@@ -55,19 +72,24 @@ class RestoreAhead:
         self._planner = planner
         self._host_match = host_match
 
-    def restore_what_came(self, tree: DeviceTree, meeting: Meeting, req: Any, has: int) -> bool:
+    def restore_what_came(
+        self, tree: DeviceTree, meeting: Meeting, req: Any, has: int, most: int | None = None
+    ) -> int:
         """Restore what has come, while there is room for all of the prompt, of which the request
-        has device slots for the first `has` tokens. False for nothing."""
+        has device slots for the first `has` tokens. most: blocks; None for any number. Returns how
+        many were restored."""
         request, blocks = serial_of(req), self._blocks
         wanted = blocks.wanted(request, meeting, has, restorable(meeting, req, tree.page_size))
         if not wanted or meeting.path_to(max(has, meeting.first * BLOCK_TOKENS)) is None:
-            return False
+            return 0
         need = len(req.full_untruncated_fill_ids) - has - blocks.tokens_of(request)
+        if tree.room < need:
+            blocks.release(keep=request)
         if tree.room < need:
             blocks.release()
             meeting.has_room = False
-            return False
-        return self._restore(tree, req, {n: meeting.detached_node(n) for n in wanted})
+            return 0
+        return self._restore(tree, req, {n: meeting.detached_node(n) for n in wanted[:most]})
 
     def restore_waiting(self, tree: DeviceTree) -> None:
         """A pass begins: restore what the first requests of the queue have in host memory, if they
@@ -75,6 +97,7 @@ class RestoreAhead:
         waiting, blocks = self._waiting, self._blocks
         blocks.forget([one for one in blocks.requests if not waiting.has(one)])
         left, room = BLOCKS_PER_PASS, tree.room
+        nearer: list[Load] = []  # of the requests nearer the head
         for req in waiting.first(REQUESTS):
             request = serial_of(req)
             is_new = request not in blocks.requests
@@ -85,18 +108,31 @@ class RestoreAhead:
             meeting = self._meetings.of(request)
             if meeting is not None:
                 if not meeting.is_here(meeting.first * BLOCK_TOKENS):
-                    self.restore_what_came(tree, meeting, req, 0)
-                continue
-            if is_new or waiting.is_fetching(request):
-                continue
-            if load.todo is None:
-                load.todo = () if tree.stopped else self._in_host(req, tree.page_size)
-            chosen, load.todo = load.todo[:left], load.todo[left:]
-            if all(node.ready for _, node in chosen):
-                if chosen and self._restore(tree, req, dict(chosen)):
-                    left -= len(chosen)
-            else:
-                load.todo = ()
+                    most = left if self._meetings.decoding else None
+                    left -= min(left, self.restore_what_came(tree, meeting, req, 0, most))
+            elif waiting.is_fetching(request):
+                load.todo = None  # there will be more
+            elif not is_new:
+                left -= self._restore_some(tree, req, load, left, nearer)
+            nearer.append(blocks.of(request))
+
+    def _restore_some(
+        self, tree: DeviceTree, req: Any, load: Load, most: int, nearer: Sequence[Load]
+    ) -> int:
+        """Restore blocks of a waiting request that are in host memory, so many at most and none
+        that those of `nearer` have or want. Returns how many."""
+        if load.is_closed or tree.stopped:
+            return 0
+        if load.todo is None:
+            theirs = set[bytes]().union(*(other.block_ids for other in (*nearer, load)))
+            found = self._in_host(req, tree.page_size)
+            load.todo = [(n, node) for n, node in found if node.block_id not in theirs]
+        count = min(most, tree.free // BLOCK_TOKENS)
+        chosen, load.todo = load.todo[:count], load.todo[count:]
+        if not all(node.ready for _, node in chosen):
+            load.todo = ()
+            return 0
+        return self._restore(tree, req, dict(chosen)) if chosen else 0
 
     def _in_host(self, req: Any, page_size: int) -> list[tuple[int, BlockNode]]:
         """The whole blocks of a waiting request's prompt that host memory has and the device lacks,
@@ -116,10 +152,58 @@ class RestoreAhead:
         first, last = -(-context // BLOCK_TOKENS), stop // BLOCK_TOKENS
         return list(enumerate(match.nodes))[first:last]
 
-    def _restore(self, tree: DeviceTree, req: Any, nodes: Mapping[int, BlockNode]) -> bool:
-        """Restore these blocks into slots of their own. False where there are none."""
+    def place(
+        self, tree: DeviceTree, req: Any, path: Sequence[BlockNode], stop: int, *, met: bool
+    ) -> Placed | Reason:
+        """Slots for the tokens from the end of the request's prefix to `stop`, or to where it is
+        worth it, whose `path` is ready; or why there are none. They are the caller's. met: the
+        request has met its history, of which what is left is not weighed."""
+        planner, start = self._planner, len(req.prefix_indices)
+        there = dict(self._blocks.hand_over(serial_of(req), path, start, stop))
+        try:
+            new = max(1, len(req.full_untruncated_fill_ids) - stop)
+            missing = missing_ranges(there, start, stop)
+            plan = self._plan_rest(missing, stop, new, met) if there else None
+            if plan is not None and not plan.tokens and missing:  # the end is computed
+                stop, missing = missing[0][0], []
+            if plan is None:
+                self._blocks.give_back(there)
+                there.clear()
+                plan = planner.choose(stop - start, start, new)
+                stop = start + plan.tokens // tree.page_size * tree.page_size
+                missing = [(start, stop)]
+            if stop == start:
+                return plan.reason
+            others = tree.allocate(sum(end - begin for begin, end in missing))
+            if others is None:
+                self._blocks.give_back(there)
+                return Reason.NO_DEVICE_SLOTS
+            slots = interleave_slots(there, others, start, stop)
+        except Exception:
+            self._blocks.give_back(there)
+            raise
+        return Placed(slots, plan, missing, len(slots) - len(others))
+
+    def _plan_rest(
+        self, missing: Sequence[tuple[int, int]], stop: int, new: int, met: bool
+    ) -> RestorePlan | None:
+        """How to restore all that is missing up to `stop`, of a span of which blocks are on the
+        device, or none of what is missing at its end. None where the whole span is to be weighed
+        without these."""
+        planner, count = self._planner, sum(end - begin for begin, end in missing)
+        if met or not count:
+            return planner.as_stored(count)
+        plan = planner.choose(count, stop - count, new)
+        if plan.decision is Decision.LOAD and plan.tokens == count:
+            return plan
+        is_end = len(missing) == 1 and missing[0][1] == stop
+        return planner.as_stored(0) if plan.decision is Decision.REFUSE and is_end else None
+
+    def _restore(self, tree: DeviceTree, req: Any, nodes: Mapping[int, BlockNode]) -> int:
+        """Restore these blocks into slots of their own. Returns how many: all of them, or none
+        where there are no slots."""
         slots = tree.allocate(BLOCK_TOKENS * len(nodes))
         if slots is None:
-            return False
+            return 0
         self._blocks.restore(serial_of(req), nodes, slots)
-        return True
+        return len(nodes)

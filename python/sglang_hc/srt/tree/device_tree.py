@@ -28,6 +28,11 @@ class DeviceTree(SglangTree):
         """Device slots that are free or can be evicted from the tree."""
         return int(self.token_to_kv_pool_allocator.available_size() + self.evictable_size_)
 
+    @property
+    def free(self) -> int:
+        """Device slots that nobody has."""
+        return int(self.token_to_kv_pool_allocator.available_size())
+
     def allocate(self, count: int) -> torch.Tensor | None:
         """(count,) int64 free device slots, for which others may leave; None: there is no room."""
         allocator = self.token_to_kv_pool_allocator

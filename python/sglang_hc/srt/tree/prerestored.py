@@ -70,6 +70,7 @@ class PrerestoredBlocks:
         others that are of no use any more are given back."""
         if request not in self._met:
             before = self.of(request)  # in host memory when the request came
+            self._drop(before, [n for n in before.restored if n >= meeting.first])
             meeting.load.blocks.update({n: before.blocks[n] for n in before.restored})
             self._loads[request], self._met[request] = meeting.load, meeting
         self._drop_lost(request)
@@ -82,35 +83,46 @@ class PrerestoredBlocks:
 
     def restore(self, request: Serial, nodes: Mapping[int, BlockNode], slots: torch.Tensor) -> None:
         """Write blocks, in the order of their path, to device slots, which are free and as many as
-        the blocks have tokens. What runs on the model's stream later finds them there."""
+        the blocks have tokens. What runs on the model's stream later finds them there. After an
+        error the slots are free again, and the request has none of these blocks."""
         load, in_tree = self.of(request), request not in self._met
-        for (n, node), rows in zip(nodes.items(), slots.split(BLOCK_TOKENS), strict=True):
-            load.blocks.setdefault(n, BlockLoad()).write_to(rows, node, proven=in_tree)
+        self._drop(load, [n for n in load.restored if n in nodes])
+        rows = dict(zip(nodes, slots.split(BLOCK_TOKENS), strict=True))
+        try:
+            self._compute.will_read(slots)
+            with self._compute.entered():
+                runs = [_restoration(nodes, rows, run) for run in _runs(nodes)]
+                self._copied = self._restorer.restore_early(runs)
+                if in_tree:
+                    self._restorer.keep(list(nodes.values()))
+        except Exception:
+            self.give_back(rows)
+            raise
+        for n, node in nodes.items():
+            load.blocks.setdefault(n, BlockLoad()).write_to(rows[n], node, proven=in_tree)
         self._count += len(nodes)
-        self._compute.will_read(slots)
-        with self._compute.entered():
-            runs = [_restoration(load, run) for run in _runs(nodes)]
-            self._copied = self._restorer.restore_early(runs)
-            if in_tree:
-                self._restorer.keep(list(nodes.values()))
 
     def drop_before(self, request: Serial, head: int) -> None:
         """The first `head` tokens will be computed: what was restored of them goes back."""
         load = self.of(request)
         self._drop(load, [n for n in load.restored if n * BLOCK_TOKENS < head])
 
-    def release(self) -> int:
-        """Give all slots back. Returns how many. Nothing more is restored for who has any."""
-        count = self.tokens
+    def release(self, keep: Serial | None = None) -> int:
+        """Give all slots back, but for those of one request. Returns how many. Nothing more is
+        restored before their passes for those of now."""
+        before = self.tokens
         for request, load in self._loads.items():
+            if request == keep:
+                continue
             self._drop(load, load.restored)
-            load.todo = ()
+            load.todo, load.is_closed = (), True
             if request in self._met:
                 self._met[request].has_room = False
-        return count
+        return before - self.tokens
 
     def drop_unproven(self) -> None:
         """A meeting is over: what came through it will not join the tree."""
+        self._met.clear()
         for load in self._loads.values():
             self._drop(load, [n for n in load.restored if not load.blocks[n].proven])
 
@@ -168,11 +180,10 @@ class PrerestoredBlocks:
         self.give_back({block: load.blocks[block].take_rows() for block in blocks})
 
 
-def _restoration(load: Load, run: list[int]) -> Restoration:
-    blocks = [load.blocks[number] for number in run]
-    nodes, slots = [block.node for block in blocks], torch.cat([block.rows for block in blocks])
-    start = run[0] * BLOCK_TOKENS
-    return Restoration(tuple(nodes), start, start + len(slots), slots, first=run[0])
+def _restoration(nodes: Mapping[int, BlockNode], rows: Slots, run: list[int]) -> Restoration:
+    slots, start = torch.cat([rows[number] for number in run]), run[0] * BLOCK_TOKENS
+    path = tuple(nodes[number] for number in run)
+    return Restoration(path, start, start + len(slots), slots, first=run[0])
 
 
 def _same(node: BlockNode | None, other: BlockNode) -> bool:

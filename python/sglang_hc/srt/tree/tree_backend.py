@@ -37,11 +37,7 @@ from sglang_hc.srt.tree.audit import Audit
 from sglang_hc.srt.tree.capturing_tree import CapturingTree
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.host_match import HostMatch, HostPoolFacade
-from sglang_hc.srt.tree.prerestored import (
-    PrerestoredBlocks,
-    interleave_slots,
-    missing_ranges,
-)
+from sglang_hc.srt.tree.prerestored import PrerestoredBlocks
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode
 
@@ -166,33 +162,20 @@ class HcRadixCache(CapturingTree):
         if blocks is None or stop <= start:
             self.prerestored.forget([request])
             return None
-        return self.load_back(req, blocks, stop)
+        return self.load_back(req, blocks, stop, met=True)
 
     def load_back(
-        self, req: Any, blocks: Sequence[BlockNode], stop: int
+        self, req: Any, blocks: Sequence[BlockNode], stop: int, *, met: bool = False
     ) -> tuple[torch.Tensor, Any]:
         """As `init_load_back`, of the tokens from the end of the request's prefix to `stop`, whose
-        path `blocks` are ready. The request holds a lock on its prefix."""
-        planner, start = self.restorer.planner, len(req.prefix_indices)
-        there = self.prerestored.hand_over(serial_of(req), blocks, start, stop)
-        if there:
-            missing = missing_ranges(there, start, stop)
-            plan = planner.as_stored(sum(end - begin for begin, end in missing))
-        else:
-            new = max(1, len(req.full_untruncated_fill_ids) - stop)
-            plan = planner.choose(stop - start, start, new)
-            stop = start + plan.tokens // self.page_size * self.page_size
-            missing = [(start, stop)]
-        if stop == start:
-            return self.refuse(req, plan.reason)
-        others = self.allocate(sum(end - begin for begin, end in missing))
-        if others is None:
-            self.prerestored.give_back(there)
-            return self.refuse(req, Reason.NO_DEVICE_SLOTS)
-        slots = interleave_slots(there, others, start, stop)
+        path `blocks` are ready. The request holds a lock on its prefix. met: see `place`."""
+        placed = self.ahead.place(self, req, blocks, stop, met=met)
+        if isinstance(placed, Reason):
+            return self.refuse(req, placed)
+        slots, plan, missing, early = placed
         loaded = self.insert_restoring_node(req, blocks, slots, plan, missing)
         if len(loaded[0]):
-            self.restorer.join_early(len(slots) - len(others))
+            self.restorer.join_early(early)
         return loaded
 
     def insert_restoring_node(
@@ -202,7 +185,11 @@ class HcRadixCache(CapturingTree):
         """As `load_back`, into these slots. Tokens [begin, end) of `missing` are restored; of the
         others the slots hold K and V already."""
         before, restorer = req.prefix_indices, self.restorer
-        node = self._extend(req, slots)
+        try:
+            node = self._extend(req, slots)
+        except Exception:
+            self.token_to_kv_pool_allocator.free(slots)
+            raise
         if node is None:
             self.token_to_kv_pool_allocator.free(slots)
             return self.refuse(req, Reason.TREE_CHANGED)
