@@ -18,8 +18,8 @@ import pytest
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.disk import DirectoryError, DiskStore, sharing
 from sglang_hc.store.disk.maintenance import LOOK_S
-from sglang_hc.store.disk.sharing import NEW, SERVERS, living_servers
-from sglang_hc.store.disk.threads import DiskThreads
+from sglang_hc.store.disk.sharing import NEW, SERVERS, Ledger, living_servers
+from sglang_hc.store.disk.threads import PATIENCE, WRITE_THREADS, DiskThreads, Patience
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from support.clock import Clock
@@ -325,4 +325,32 @@ def test_a_server_that_is_stopped_with_the_lock_holds_up_nobody_for_ever(
     assert said == "ok\n" and one.directories[0].find(BLOCKS[0].block_id)
     assert put(one, BLOCKS[2:3]) == [Outcome.OK]
     check_ledgers(one)
+    threads.close()
+
+
+def test_writes_that_wait_for_the_lock_do_not_look_like_a_disk_that_hangs(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one waited for the first one and then as long again, and reads of the directory
+    went out of use with both."""
+    assert 2 * sharing.LOCK_S < PATIENCE.silent_s
+    limit = 0.5
+    monkeypatch.setattr(sharing, "LOCK_S", limit)
+    one = open_store(scratch)
+    (directory,) = one.directories
+    threads = DiskThreads(one, HostPool(LAYOUT, 4), Counter(), Patience(1.9 * limit, HANGS_S))
+    put(one, BLOCKS[:1])
+    ledger = Ledger(directory.root)  # what another process has of it
+    done: list[BlockDone] = []
+    with ledger.held():
+        for ticket in range(2 * WRITE_THREADS):
+            threads.write(ticket, BLOCKS[1 + ticket], ticket % 4, in_time())
+        until(lambda: len(done) == WRITE_THREADS, lambda: done.extend(threads.poll()))
+        assert threads.counts["disk_directory_hangs"] == 0 and not directory.hangs
+        threads.read(99, NAMES[0], 0, in_time())
+        until(lambda: len(done) == 2 * WRITE_THREADS + 1, lambda: done.extend(threads.poll()))
+        assert threads.counts["disk_directory_hangs"] == 0
+    ended = {answer.ticket: answer.outcome for answer in done}
+    assert ended.pop(99) is Outcome.OK and set(ended.values()) == {Outcome.IO_ERROR}
+    ledger.close()
     threads.close()
