@@ -17,7 +17,7 @@ import pytest
 
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.disk import DirectoryError, DiskStore, sharing
-from sglang_hc.store.disk.maintenance import LOOK_S
+from sglang_hc.store.disk.maintenance import FIND_SHARE, LOOK_S
 from sglang_hc.store.disk.sharing import NEW, SERVERS, Ledger, living_servers
 from sglang_hc.store.disk.threads import PATIENCE, WRITE_THREADS, DiskThreads, Patience
 from sglang_hc.store.host_pool import HostPool
@@ -231,6 +231,27 @@ def test_who_is_there_is_found_out_now_and_then(scratch: Path) -> None:
     assert living_servers(one.directories[0].root) == []
 
 
+def test_what_a_server_stored_that_left_is_found_when_a_look_is_due(scratch: Path) -> None:
+    """The look at its blocks was put off, as the one before had taken long; then nobody was there
+    any more, and it was never made."""
+    clock, faults = Clock(1e9), Faults()
+    one = open_store(scratch, clock=clock, backend=FaultyBackend(faults))
+    other = open_store(scratch, clock=clock)
+    put(other, BLOCKS[:1])
+    faults.on_stat = once(lambda: clock.pass_time(1.0))
+    one.tick()
+    assert one.contains(NAMES) == 1
+    put(other, BLOCKS)
+    other.close()
+    clock.pass_time(LOOK_S)
+    one.tick()
+    assert not one.shared_with and one.contains(NAMES) == 1
+    clock.pass_time(1.0 / FIND_SHARE)
+    one.tick()
+    assert one.contains(NAMES) == 6
+    one.close()
+
+
 def test_what_a_dead_server_was_writing_is_removed(scratch: Path) -> None:
     store = open_store(scratch, size=10 * FILE)
     root = scratch / "sglang-hc"
@@ -334,7 +355,7 @@ def test_writes_that_wait_for_the_lock_do_not_look_like_a_disk_that_hangs(
     """The second one waited for the first one and then as long again, and reads of the directory
     went out of use with both."""
     assert 2 * sharing.LOCK_S < PATIENCE.silent_s
-    limit = 0.5
+    limit = 1.0
     monkeypatch.setattr(sharing, "LOCK_S", limit)
     one = open_store(scratch)
     (directory,) = one.directories
