@@ -338,7 +338,7 @@ def test_a_server_that_is_stopped_with_the_lock_holds_up_nobody_for_ever(
         assert is_served(one, BLOCKS[1])
         one.tick()
         assert one.counters()["maintenance_errors"] == 1
-        with pytest.raises(DirectoryError, match="another server does not give its lock back"):
+        with pytest.raises(DirectoryError, match=r"does not give its lock back\); end the"):
             open_store(scratch)
     finally:
         server.send_signal(signal.SIGCONT)
@@ -354,7 +354,7 @@ def test_writes_that_wait_for_the_lock_do_not_look_like_a_disk_that_hangs(
 ) -> None:
     """The second one waited for the first one and then as long again, and reads of the directory
     went out of use with both."""
-    assert 2 * sharing.LOCK_S < PATIENCE.silent_s
+    assert PATIENCE.silent_s > 2 * sharing.LOCK_S
     limit = 1.0
     monkeypatch.setattr(sharing, "LOCK_S", limit)
     one = open_store(scratch)
