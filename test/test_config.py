@@ -154,6 +154,13 @@ def test_options_of_a_remote_store_may_come_from_a_file(machine: Path) -> None:
         HcConfig(remote="file", remote_config=str(file))
 
 
+def test_a_shared_directory_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell looks into the options."""
+    monkeypatch.setenv("HOME", "/home/me")
+    found = HcConfig(remote="file", remote_config='{"dir": "~/shared:200"}')
+    assert config.shared_directory(found) == "/home/me/shared:200"
+
+
 def key_file(folder: Path, length: int, mode: int = 0o600) -> Path:
     file = folder / "key"
     file.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -201,7 +202,7 @@ def shared_directory(config: HcConfig) -> str | None:
         check_disk(directory)
     except ConfigError as error:
         raise ConfigError(f"--hc-remote file: {error}") from None
-    return directory
+    return os.path.expanduser(directory)
 
 
 class Need(NamedTuple):

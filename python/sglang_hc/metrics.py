@@ -99,6 +99,9 @@ COUNTS = {
     "disk_expired_blocks": "Blocks that left the disk by age.",
     "disk_directory_pauses": "Times a directory was left alone because it kept failing.",
     "disk_directory_hangs": "Times a disk directory did not answer and was left alone.",
+    "disk_pauses": "Times all ranks left the disk tier alone because it kept failing.",
+    "disk_lookups": "Questions whether other servers have stored blocks on a shared disk.",
+    "disk_lookup_dropped": "Questions not asked because too many waited.",
     "disk_erasing_failed": "Times that not everything in a directory could be erased.",
     "disk_maintenance_errors": "Rounds of upkeep of the disk tier that failed.",
     "remote_saved_blocks": "Blocks stored in the remote store.",
@@ -106,8 +109,8 @@ COUNTS = {
     "remote_write_dropped": "Blocks not stored because too many waited or the store is left alone.",
     "remote_lookups": "Questions asked of the remote store.",
     "remote_lookup_dropped": "Questions not asked because too many waited.",
-    "remote_pauses": "Times the remote store was left alone because it kept failing.",
-    "remote_hangs": "Times a call of the remote store did not come back in time.",
+    "remote_pauses": "Times the remote store failed and was left alone; a directory: by all ranks.",
+    "remote_hangs": "Times a call of the remote store, but for a directory, took too long.",
     "remote_forged": "Blocks of the remote store whose MAC is not of --hc-remote-key.",
 }
 """Known from the start, so that zero is visible. Others appear when they first count."""

@@ -12,6 +12,7 @@ from support import waiting
 from support.core import Core, run_in_child
 from support.disk_store import store_of
 from support.forgetting import forgotten, held_by_host
+from support.prompts import in_directory, in_store
 
 FLAGS = (
     "--hc-forms", "kv", "--max-total-tokens", "1280", "--dtype", "float32",
@@ -134,6 +135,44 @@ def test_killed_after_the_answer_it_is_not_found_by_the_next_server(
         content = path.read_bytes()
         assert b"acme\0" not in content and pack_tokens(PROMPT[:64]) not in content
     assert run_in_child(restarted, str(tmp_path)) == (0, 192)
+
+
+def forgets_below(*below: str) -> list[Any]:
+    """Two answers: as ever, and, of a directory, when it does not answer."""
+    core = Core(*FLAGS, *below)
+    core.ask(PROMPT, 8, salt="acme")
+    core.ask(OTHER, 8, salt="acme2")
+    core.settle()
+    answers = [forgotten(core)]
+    if "file" in below:
+        store_of(core).directories[0].hangs = True
+        answers.append(forgotten(core))
+    return answers
+
+
+def found_below(*below: str) -> tuple[int, int]:
+    core = Core(*FLAGS, *below)
+    return core.ask(PROMPT, 1, salt="acme").cached, core.ask(OTHER, 1, salt="acme2").storage
+
+
+def test_a_directory_that_servers_share_forgets_durably(models: None, tmp_path: Path) -> None:
+    """It knows namespaces; what failed there is said of it, and never that all should be
+    cleared."""
+    good, bad = run_in_child(forgets_below, *in_directory(tmp_path))
+    assert good["status"] == 200 and good["complete"]
+    assert good["remote"] == {"blocks": 3, "complete": True}
+    assert bad["status"] == 503 and bad["remote"] == {"blocks": 0, "complete": False}
+    assert "--hc-remote file could not erase" in bad["error"]["message"]
+    assert "clear" not in bad["error"]["message"]
+    assert run_in_child(found_below, *in_directory(tmp_path)) == (0, 192)
+
+
+def test_a_store_that_knows_no_namespaces_says_that_more_may_be_left(
+    models: None, tmp_path: Path
+) -> None:
+    (answer,) = run_in_child(forgets_below, *in_store(tmp_path))
+    assert answer["status"] == 503 and not answer["remote"]["complete"]
+    assert "/hicache/storage-backend/clear" in answer["error"]["message"]
 
 
 def cleared(directory: str) -> int:

@@ -59,6 +59,16 @@ class World:
         return new["remote_loaded_blocks"], new["remote_read_timed_out"]
 
 
+def test_reads_that_are_given_up_count_for_their_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a remote directory counted as failures of a disk."""
+    monkeypatch.setattr(lower_tier, "DRAIN_S", 0.0)
+    world = World(BLOCK_SECONDS)
+    world.fetch(("ab",))
+    world.disk.drain()
+    assert world.disk.counters["remote_read_stuck"] == 2
+    assert world.disk.counters["disk_read_stuck"] == 0
+
+
 SLOWEST = LENIENCE * BLOCK_SECONDS + READ_DEADLINE_S / BLOCKS
 """Seconds per block at which the last one comes just when it is late."""
 

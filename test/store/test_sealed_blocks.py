@@ -13,6 +13,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_hc.store.disk import DirectorySpec
 from sglang_hc.store.disk.format import (
     VERSION,
     WHOLE,
@@ -27,6 +28,7 @@ from sglang_hc.store.disk.format import (
     part_of,
     seal_block,
 )
+from sglang_hc.store.disk.opening import Opening
 from sglang_hc.store.remote.backend import FRAME_BYTES, MOST_FRAMES, Frames
 from sglang_hc.store.remote.store import storage_key
 
@@ -58,6 +60,13 @@ def is_served(frame: np.ndarray, model: StoredModel) -> bool:
     except Damaged:
         return False
     return True
+
+
+def test_a_key_is_never_shown() -> None:
+    """A log or a traceback may show what a directory was opened for."""
+    opening = Opening(DirectorySpec("/d"), KEYED, {})
+    for shown in (repr(KEYED), str(opening), repr(replace(opening, uses={bytes(16): 1.0}))):
+        assert repr(KEY) not in shown and "key=" not in shown
 
 
 @MODELS

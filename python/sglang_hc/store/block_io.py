@@ -44,6 +44,8 @@ class BlockDone(NamedTuple):
 
     tier: which tier served, took or erased, `disk` or `remote`. at: when it was done, on
     `time.monotonic`; None where that is not known. blocks: how many were erased, or are there.
+    by_name: only blocks were erased that were named to the store, which may have more of the same
+    namespaces.
     """
 
     ticket: int
@@ -51,6 +53,7 @@ class BlockDone(NamedTuple):
     tier: str
     at: float | None = None
     blocks: int = 0
+    by_name: bool = False
 
 
 def count_write(counts: Counter[str], done: BlockDone) -> None:

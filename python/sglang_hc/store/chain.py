@@ -102,5 +102,6 @@ class Chain:
         return {**self._near.levels(), **self._far.levels()}
 
     def close(self) -> None:
+        """One after the other: what hangs in both takes the patience of both."""
         self._near.close()
         self._far.close()

@@ -129,10 +129,10 @@ class KnownBlocks:
                 self._answered(answer)
                 continue
             if answer.ticket in self._erasures:
-                self._end_erasure(answer)
+                done.append(self._end_erasure(answer))
             else:
                 self._note(answer)
-            done.append(answer)
+                done.append(answer)
         return done
 
     def touch(self, block_ids: Sequence[bytes]) -> None:
@@ -202,7 +202,8 @@ class KnownBlocks:
         for block_id in block_ids[count : count + 1]:
             self._presence.note(block_id, Presence.ABSENT)
 
-    def _end_erasure(self, done: BlockDone) -> None:
+    def _end_erasure(self, done: BlockDone) -> BlockDone:
+        """Note it. Returns what the caller is told."""
         block_ids = self._erasures.pop(done.ticket)
         good = done.outcome is Outcome.OK
         if block_ids is None:
@@ -211,6 +212,8 @@ class KnownBlocks:
         elif good and not self._store.has_record:
             for block_id in block_ids:
                 self._presence.note(block_id, Presence.ABSENT)
+        by_name = block_ids is not None and not self._store.has_record
+        return done._replace(by_name=by_name)
 
     def _note(self, done: BlockDone) -> None:
         """What the end of a read or a write says about the block and the store."""

@@ -214,7 +214,7 @@ class LowerTier:
     def drop_branch(self, node: BlockNode) -> None:
         """A block of the tree is not what its tokens give. Its path leaves the disk for good, with
         all that continues it. Until a restart nothing from it on is looked for or written: a remote
-        store cannot remove, and may have more below it than is known here."""
+        store other than `file` may keep some of these blocks."""
         self.drain()
         self._distrusted.add(node.block_id)
         client = Namespace.of(node.namespace).client.pack()
@@ -285,10 +285,11 @@ class LowerTier:
             self._pause()
 
     def _give_up(self) -> None:
-        tickets = (*self._writes, *self._reads)
-        slots = {ticket: self._slot_of(ticket) for ticket in tickets}
+        tiers = dict.fromkeys(self._writes, SourceTier.DISK)
+        tiers |= {ticket: tier for ticket, (_, tier) in self._reads.items()}
+        slots = {ticket: self._slot_of(ticket) for ticket in tiers}
         logger.error("sglang-hc: given up: %d blocks not read or written in time", len(slots))
-        self._take_in([BlockDone(ticket, Outcome.STUCK, "disk") for ticket in slots])
+        self._take_in([BlockDone(one, Outcome.STUCK, tier.value) for one, tier in tiers.items()])
         self._given_up |= slots
 
     def _slot_of(self, ticket: int) -> int:

@@ -17,9 +17,9 @@ import pytest
 
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.disk import DirectoryError, DiskStore, sharing
-from sglang_hc.store.disk.maintenance import LOOK_S
-from sglang_hc.store.disk.sharing import NEW, SERVERS, living_servers
-from sglang_hc.store.disk.threads import DiskThreads
+from sglang_hc.store.disk.maintenance import FIND_SHARE, LOOK_S
+from sglang_hc.store.disk.sharing import NEW, SERVERS, Ledger, living_servers
+from sglang_hc.store.disk.threads import PATIENCE, WRITE_THREADS, DiskThreads, Patience
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from support.clock import Clock
@@ -231,6 +231,27 @@ def test_who_is_there_is_found_out_now_and_then(scratch: Path) -> None:
     assert living_servers(one.directories[0].root) == []
 
 
+def test_what_a_server_stored_that_left_is_found_when_a_look_is_due(scratch: Path) -> None:
+    """The look at its blocks was put off, as the one before had taken long; then nobody was there
+    any more, and it was never made."""
+    clock, faults = Clock(1e9), Faults()
+    one = open_store(scratch, clock=clock, backend=FaultyBackend(faults))
+    other = open_store(scratch, clock=clock)
+    put(other, BLOCKS[:1])
+    faults.on_stat = once(lambda: clock.pass_time(1.0))
+    one.tick()
+    assert one.contains(NAMES) == 1
+    put(other, BLOCKS)
+    other.close()
+    clock.pass_time(LOOK_S)
+    one.tick()
+    assert not one.shared_with and one.contains(NAMES) == 1
+    clock.pass_time(1.0 / FIND_SHARE)
+    one.tick()
+    assert one.contains(NAMES) == 6
+    one.close()
+
+
 def test_what_a_dead_server_was_writing_is_removed(scratch: Path) -> None:
     store = open_store(scratch, size=10 * FILE)
     root = scratch / "sglang-hc"
@@ -317,7 +338,7 @@ def test_a_server_that_is_stopped_with_the_lock_holds_up_nobody_for_ever(
         assert is_served(one, BLOCKS[1])
         one.tick()
         assert one.counters()["maintenance_errors"] == 1
-        with pytest.raises(DirectoryError, match="another server does not give its lock back"):
+        with pytest.raises(DirectoryError, match=r"does not give its lock back\); end the"):
             open_store(scratch)
     finally:
         server.send_signal(signal.SIGCONT)
@@ -325,4 +346,32 @@ def test_a_server_that_is_stopped_with_the_lock_holds_up_nobody_for_ever(
     assert said == "ok\n" and one.directories[0].find(BLOCKS[0].block_id)
     assert put(one, BLOCKS[2:3]) == [Outcome.OK]
     check_ledgers(one)
+    threads.close()
+
+
+def test_writes_that_wait_for_the_lock_do_not_look_like_a_disk_that_hangs(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one waited for the first one and then as long again, and reads of the directory
+    went out of use with both."""
+    assert PATIENCE.silent_s > 2 * sharing.LOCK_S
+    limit = 1.0
+    monkeypatch.setattr(sharing, "LOCK_S", limit)
+    one = open_store(scratch)
+    (directory,) = one.directories
+    threads = DiskThreads(one, HostPool(LAYOUT, 4), Counter(), Patience(1.9 * limit, HANGS_S))
+    put(one, BLOCKS[:1])
+    ledger = Ledger(directory.root)  # what another process has of it
+    done: list[BlockDone] = []
+    with ledger.held():
+        for ticket in range(2 * WRITE_THREADS):
+            threads.write(ticket, BLOCKS[1 + ticket], ticket % 4, in_time())
+        until(lambda: len(done) == WRITE_THREADS, lambda: done.extend(threads.poll()))
+        assert threads.counts["disk_directory_hangs"] == 0 and not directory.hangs
+        threads.read(99, NAMES[0], 0, in_time())
+        until(lambda: len(done) == 2 * WRITE_THREADS + 1, lambda: done.extend(threads.poll()))
+        assert threads.counts["disk_directory_hangs"] == 0
+    ended = {answer.ticket: answer.outcome for answer in done}
+    assert ended.pop(99) is Outcome.OK and set(ended.values()) == {Outcome.IO_ERROR}
+    ledger.close()
     threads.close()

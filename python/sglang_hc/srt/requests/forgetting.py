@@ -25,9 +25,13 @@ Answer = dict[str, Any]
 
 _LEFT = {
     "disk": "the disk tier could not erase everything; see the server's log, and repeat the call",
-    "remote": "the remote store knows no namespaces: blocks that this server does not know by name "
-    "may stay there; clear it with /hicache/storage-backend/clear",
+    "remote": "the directory of --hc-remote file could not erase everything; see the server's log, "
+    "and repeat the call",
 }
+_NO_NAMESPACES = (
+    "the remote store knows no namespaces: blocks that this server does not know by name may stay "
+    "there; clear it with /hicache/storage-backend/clear"
+)
 _NO_DELETE = "the remote store can delete no single block; clear it with " + (
     "/hicache/storage-backend/clear"
 )
@@ -88,11 +92,17 @@ def _answer(tokens: int, blocks: int, done: Sequence[BlockDone]) -> Answer:
     answer: Answer = {"status": 200, "device": {"tokens": tokens}, "host": {"blocks": blocks}}
     missed = []
     for one in done:
-        complete = one.outcome is Outcome.OK and one.tier != "remote"
+        complete = one.outcome is Outcome.OK and not one.by_name
         answer[one.tier] = {"blocks": one.blocks, "complete": complete}
         if not complete:
-            missed.append(_NO_DELETE if one.outcome is Outcome.DROPPED else _LEFT[one.tier])
+            missed.append(_why_left(one))
     return _judged(answer, missed)
+
+
+def _why_left(done: BlockDone) -> str:
+    if done.outcome is Outcome.DROPPED:
+        return _NO_DELETE
+    return _NO_NAMESPACES if done.by_name else _LEFT[done.tier]
 
 
 def _judged(answer: Answer, missed: Sequence[str]) -> Answer:

@@ -62,7 +62,7 @@ class Evictor:
         """A file for a block at `path`, to be written over: a new one, or that of a block that goes
         for it. None when nothing can go. Raises OSError."""
         directory = self.directory
-        with directory.making_room, directory.ledger.held():
+        with directory.ledger.held(directory.making_room):
             counted, removed = False, 0
             while (used := self._used()) + self._size > self.limit:
                 victim = self._victims.next()
@@ -120,7 +120,7 @@ class Evictor:
         if not self._is_full:
             self._is_full = True
             logger.warning("%s: the disk is full; older blocks go", directory.root)
-        with directory.making_room, directory.ledger.held():
+        with directory.ledger.held(directory.making_room):
             self.limit = min(self.limit, self._used())
             self._evict(self._size)  # what fills the disk may be in it by now
 
@@ -131,7 +131,7 @@ class Evictor:
         directory.learn_uses()
         directory.note_touches()
         while old := self._older(before):
-            with directory.making_room, directory.ledger.held():
+            with directory.ledger.held(directory.making_room):
                 freed = sum(map(self._remove, old))
             directory.count("expired_blocks", freed // self._size)
 
@@ -157,7 +157,7 @@ class Evictor:
         """Evict some of what is above the limit, as after a start with a smaller budget. False when
         nothing is, or nothing can go. Raises OSError."""
         directory = self.directory
-        with directory.making_room, directory.ledger.held():
+        with directory.ledger.held(directory.making_room):
             above = self._used() - self.limit
             most = BATCH_BLOCKS * self._size
             return above > 0 and self._evict(min(above, most)) > 0

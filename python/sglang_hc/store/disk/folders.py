@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from sglang_hc.store.disk.format import ID_BYTES, WHOLE, StoredModel
+from sglang_hc.store.disk.format import ID_BYTES, StoredModel
 
 FOLDER = "sglang-hc"
 FORMAT_NAME = "format"
@@ -107,7 +107,7 @@ def _folders(root: str, pattern: re.Pattern[str]) -> list[ModelFolder]:
 def fingerprint_of(folder: ModelFolder) -> tuple[bytes, bytes]:
     """(fingerprint, part) that the name of a folder says."""
     raw = bytes.fromhex(os.path.basename(folder.path).partition("-")[0])
-    return raw[:ID_BYTES], raw[ID_BYTES:] or WHOLE
+    return raw[:ID_BYTES], raw[ID_BYTES:]
 
 
 def cleared_name(folder: ModelFolder) -> ModelFolder:

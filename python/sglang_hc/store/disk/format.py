@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import starmap
 from typing import NamedTuple
@@ -134,7 +134,7 @@ class StoredModel:
     """Whose blocks a store holds, and where their chunks lie in a file: behind the header, as in
     the block. label: for people. part: 16 bytes that name which part of each block a rank has
     (`part_of`), and among whom, where they share a key; WHOLE for all of it and no key. key: of
-    digests and MACs (`mac_key`); None for none.
+    digests and MACs (`mac_key`); None for none; not shown.
 
     Raises ValueError for a fingerprint of another length than ID_BYTES, and for chunks that leave
     gaps or overlap: a file takes a block's bytes as they are.
@@ -144,7 +144,7 @@ class StoredModel:
     fingerprint: bytes
     label: str
     part: bytes = WHOLE
-    key: bytes | None = None
+    key: bytes | None = field(default=None, repr=False)
 
     @classmethod
     def of(

@@ -43,6 +43,8 @@ class Maintenance:
         self._ttl = upkeep.ttl_s
         self._next_look = self._next_find = self._next_expiry = 0.0
         self._next_count = self._directory.clock() + COUNT_S
+        self._owes_find = False
+        """Others were here since their blocks were looked for."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hc-disk-maintenance", daemon=True)
 
@@ -88,6 +90,8 @@ class Maintenance:
         self._next_look = now + LOOK_S
         was_alone = directory.membership.alone
         directory.membership.look()
+        if not (was_alone and directory.membership.alone):
+            self._owes_find = True
         if directory.owes_clearing:
             erasing.clear_late(directory)
         erasing.remove_cleared(directory)
@@ -96,9 +100,10 @@ class Maintenance:
             self._evictor.count()
         self._evictor.look_for_room()
         self._evictor.prepare()
-        if not (was_alone and directory.membership.alone) and now >= self._next_find:
+        if self._owes_find and now >= self._next_find:
             began = directory.clock()
             directory.find_others()
+            self._owes_find = False
             self._next_find = now + (directory.clock() - began) / FIND_SHARE
         while not self._stop.is_set() and self._evictor.trim():
             pass

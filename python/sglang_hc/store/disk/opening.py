@@ -106,6 +106,8 @@ def _unusable(path: str, error: OSError) -> DirectoryError:
     remedy = "name a directory that this user can write to"
     if error.errno in FULL:
         remedy = "free some space there"
+    elif error.errno == errno.ETIMEDOUT:
+        remedy = "end the server that holds it, or let it go on"
     return kind(
         f"--hc-disk {path}: cannot be used ({reason}); {remedy}, or leave the option out to run "
         "without the disk tier"

@@ -17,7 +17,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 from sglang_hc.store.disk.backend import DIRECTORY_MODE, FILE_MODE
 
@@ -26,9 +26,10 @@ SERVERS = "servers"
 NEW = "new"
 _NUMBER_BYTES = 20
 
-LOCK_S = 20.0
+LOCK_S = 10.0
 """Longest that somebody waits for the lock: a server that is stopped may hold it for ever. To count
-the files of a large directory may take seconds."""
+the files of a large directory may take seconds. A write that fails may wait twice, which must not
+look like a disk that hangs (`threads.Patience`)."""
 
 _LONGEST_NAP_S = 0.002
 
@@ -51,34 +52,39 @@ class Ledger:
         return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """No other thread and no other server is in here. Raises OSError, also for a lock that does
-        not come within LOCK_S."""
-        with self._mine:
-            self._lock()
+    def held(self, *before: threading.Lock) -> Iterator[None]:
+        """No other thread and no other server is in here. before: locks of this process that are
+        taken first and held as long. Raises OSError, also when all do not come within LOCK_S."""
+        end = time.monotonic() + LOCK_S
+        with ExitStack() as mine:
+            for lock in (*before, self._mine):
+                if not lock.acquire(timeout=max(0.0, end - time.monotonic())):
+                    raise _too_late()
+                mine.callback(lock.release)
+            self._lock(end)
             try:
                 while not os.fstat(self._file).st_nlink:  # removed: others have another one
-                    self._open_again()
+                    self._open_again(end)
                 yield
             finally:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
 
-    def _lock(self) -> None:
-        end, nap = time.monotonic() + LOCK_S, 0.00005
+    def _lock(self, end: float) -> None:
+        nap = 0.00005
         while True:
             with suppress(BlockingIOError):
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             if time.monotonic() >= end:
-                raise TimeoutError(errno.ETIMEDOUT, "another server does not give its lock back")
+                raise _too_late()
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP_S)
 
-    def _open_again(self) -> None:
+    def _open_again(self, end: float) -> None:
         fresh, old = self._open(), self._file
         self._file = fresh
         os.close(old)
-        self._lock()
+        self._lock(end)
 
     @property
     def used(self) -> int | None:
@@ -168,6 +174,10 @@ class Membership:
         with suppress(OSError):
             os.unlink(self._path)
         os.close(self._file)
+
+
+def _too_late() -> TimeoutError:
+    return TimeoutError(errno.ETIMEDOUT, "another server does not give its lock back")
 
 
 def living_servers(root: str) -> list[str]:
