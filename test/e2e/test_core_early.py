@@ -67,7 +67,8 @@ def test_answers_are_those_of_conversations_that_never_left(
 
 
 def disturbed(profile: str) -> tuple[list[list[int]], list[tuple[str, int]]]:
-    """What may happen while some of a waiting conversation is on the device."""
+    """What may happen while some of a waiting conversation is on the device: in the first pass in
+    which it is, or in a later one."""
     server = Server("hidden:2,kv:2", 640, profile)
     core, seen, found = server.core, [], []
 
@@ -81,21 +82,23 @@ def disturbed(profile: str) -> tuple[list[list[int]], list[tuple[str, int]]]:
         core.abort(rids[-1])
 
     for event in (pressure, clear, abort):
-        for when in (3, 6, 9):
-            passes = 0
+        for when in (1, 2, 4):
+            left, had = when, 0
             rids = server.return_at_once()
             receive = core.scheduler.request_receiver.recv_requests
 
-            def received(event=event, when=when, receive=receive) -> list[Any]:
-                nonlocal passes
-                passes += 1
-                if passes == when:
-                    seen.append((event.__name__, core.tree.prerestored.tokens))
+            def received(event=event, receive=receive) -> list[Any]:
+                nonlocal left, had
+                tokens = core.tree.prerestored.tokens
+                left -= tokens > 0
+                if not left and not had:
+                    had = tokens
                     event()
                 return receive()
 
             core.scheduler.request_receiver.recv_requests = received
             found += server.served(rids if event is not abort else rids[:-1])[0]
+            seen.append((event.__name__, had))
             core.scheduler.request_receiver.recv_requests = receive
     return found, seen
 
@@ -109,3 +112,51 @@ def test_whatever_happens_meanwhile_no_slot_is_lost(models: None, profile: str) 
             assert next(per_round) == tokens, name
     for event in ("pressure", "clear", "abort"):
         assert any(name == event and had > 0 for name, had in seen), f"{event} came too late"
+
+
+class BrokenWrite:
+    """The first early restoration ends with an error, at one of its writes."""
+
+    def __init__(self, core: Core, name: str, when: int) -> None:
+        """name: of the sink's write. when: how many of these go before."""
+        restorer = core.tree.restorer
+        self.sink, self.name, self.left = restorer.path.sink, name, when
+        self.write, self.restore = getattr(self.sink, name), type(restorer).restore_early
+        self.restorer, self.calls = restorer, 0
+        restorer.restore_early = self.restore_early
+
+    def restore_early(self, runs: Any) -> Any:
+        self.calls += 1
+        setattr(self.sink, self.name, self.failing if self.calls == 1 else self.write)
+        try:
+            return self.restore(self.restorer, runs)
+        finally:
+            setattr(self.sink, self.name, self.write)
+
+    def failing(self, *args: Any) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError("planted")
+        self.write(*args)
+
+
+def broken(profile: str) -> list[tuple[list[list[int]], int, int]]:
+    """(tokens, errors, early restorations) of an error at each of the first writes."""
+    from sglang_hc.srt.engine.guard import counters
+
+    server, found = Server("hidden:2,kv:2", 640, profile), []
+    for name in ("write_hidden", "write_kv"):
+        for when in range(3):
+            planted = BrokenWrite(server.core, name, when)
+            before = counters["guarded_errors"]
+            tokens, _ = server.served(server.return_at_once())
+            found.append((tokens, counters["guarded_errors"] - before, planted.calls))
+    return found
+
+
+def test_blocks_that_an_error_left_half_written_serve_nobody(models: None, profile: str) -> None:
+    wanted, _ = run_in_child(returning, "hidden:2,kv:2", 8000, profile)
+    found = run_in_child(broken, profile)
+    for tokens, _, calls in found:
+        assert tokens == wanted and calls
+    assert sum(errors for _, errors, _ in found) >= 4
