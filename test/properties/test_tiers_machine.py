@@ -46,4 +46,5 @@ def test_the_machines_restored_something() -> None:
     for machine in MACHINES:
         # Not more than some: what is drawn depends on constants anywhere in the package.
         assert RESTORED[machine.__name__] > 0, RESTORED
-    assert sum(EARLY.values()) > 0
+    for machine in MACHINES[:-1]:  # a plan with recomputed layers restores nothing ahead
+        assert EARLY[machine.__name__] > 0, EARLY

@@ -235,6 +235,14 @@ class TiersMachine(RuleBasedStateMachine):
         if again:
             self.queue(0, 250, [1], 0, 1, True)
 
+    @rule(
+        salt=st.sampled_from(SALTS[:2]),
+        talk=st.lists(st.integers(0, 2), min_size=16, max_size=60),
+    )
+    def come_back(self, salt: str | None, talk: list[int]) -> None:
+        """A conversation of a block or more comes back: it is restored before its turn."""
+        self.turn(salt, 0, 0, (4 * talk)[:220], 250, 0, 40, True)
+
     def restore(self, req: Running, nodes: tuple, usable: int) -> None:
         slots = torch.tensor(req.slots[:usable])
         for layer in range(self.plan.num_layers):
