@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -266,6 +267,7 @@ class Capture:
         # Looked up only now: an empty namespace's root goes when making room empties it.
         above = known.nodes[first_block - 1] if first_block else None
         parent = above or self._tier.tree.root(kept.namespace)
+        created: list[BlockNode] = []
         for block, slot in blocks:
             rows = min(BLOCK_TOKENS, length - block * BLOCK_TOKENS)
             piece = kept.block(block)[: rows * TOKEN_BYTES]
@@ -277,7 +279,8 @@ class Capture:
                 self._discard([slot])
                 continue
             self.counters["kept_tokens"] += rows
-            self._when_scattered(slot, parent)
+            created.append(parent)
+        self._when_scattered(created)
 
     def _staged_length(self, stage: _Stage | None, length: int, known: int) -> int:
         """How many of the first `length` tokens can be published: all of them, or the whole blocks
@@ -320,26 +323,28 @@ class Capture:
         ]
         kv.add(0, rows, kv_rows(self._pool, self._layout, device_slots, low, rows), spans)
 
-    def _when_scattered(self, slot: int, node: BlockNode) -> None:
-        """Serve the block once everything submitted so far, its rows included, is in place.
+    def _when_scattered(self, nodes: Sequence[BlockNode]) -> None:
+        """Serve blocks of one path once everything submitted so far, their rows included, is in
+        place.
 
-        The block is pinned until then, because a slot must not get a new owner while rows are on
-        their way to it. A later scatter would wait for them, but a read from disk would not.
+        They are pinned until then, because a slot must not get a new owner while rows are on their
+        way to it. A later scatter would wait for them, but a read from disk would not. All are in
+        the tree before: one whose rows failed already leaves at once, with those behind it.
         """
-        self._tier.pin([node])
+        self._tier.pin(nodes)
+        for node in nodes:
+            self.scatters.last().then(partial(self._scattered, node.slot, node))
 
-        def complete() -> None:
-            self._tier.unpin([node])
-            if node.parent is None or node.slot != slot:  # left the tier meanwhile
-                return
-            if slot in self._tier.damaged_slots:
-                self.counters["scatter_failed"] += 1
-                self._tier.drop_branch(node)
-            else:
-                self._tier.mark_ready(node)
-                self._on_ready(node)
-
-        self.scatters.last().then(complete)
+    def _scattered(self, slot: int, node: BlockNode) -> None:
+        self._tier.unpin([node])
+        if node.parent is None or node.slot != slot:  # left the tier meanwhile
+            return
+        if slot in self._tier.damaged_slots:
+            self.counters["scatter_failed"] += 1
+            self._tier.drop_branch(node)
+        else:
+            self._tier.mark_ready(node)
+            self._on_ready(node)
 
     def _release_published(self, request: Serial, full_blocks: int) -> None:
         """Free the slots of blocks that the tree has by now, from this request or another one."""
