@@ -23,11 +23,11 @@ from sglang_hc.device.exactness import Exactness
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.eviction import EvictionPolicy, LruPolicy, make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins
+from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.queue_view import QueueRules, QueueView
 from sglang_hc.queue.requests import Serial
 from sglang_hc.restore.path import RestorePath
-from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt.engine.streams import ComputeStream

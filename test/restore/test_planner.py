@@ -13,8 +13,8 @@ from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.correction import Resource
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.meeting import History, Span
+from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.restore_plan import Decision, Reason, plan_restore
-from sglang_hc.restore.planner import RestorePlanner
 from support.clock import Clock
 from support.profiles import cost_model
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import EvictionPolicy, IsProtected, LruPolicy, make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
-from sglang_hc.queue.fetch_costs import RestoreCosts
+from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.queue_view import QueueRules, QueueView
 from sglang_hc.store.block_io import BlockIo
@@ -91,7 +91,7 @@ def host_queue(
     prefetch: str = "queue",
     clock: Callable[[], float] = time.monotonic,
     *,
-    costs: RestoreCosts = UNKNOWN_COSTS,
+    costs: RestorePlanner = UNKNOWN_COSTS,
     hint_disk: bool = False,
     ready_first: bool = False,
     can_meet: bool = False,
@@ -113,7 +113,7 @@ def queue_over(
     window: LookAhead[str],
     rules: QueueRules = QueueRules(),  # noqa: B008  it is a tuple
     *,
-    costs: RestoreCosts = UNKNOWN_COSTS,
+    costs: RestorePlanner = UNKNOWN_COSTS,
     hint_disk: bool = False,
 ) -> QueueView:
     """The waiting queue over tiers that exist already."""

@@ -23,8 +23,9 @@ from typing import Generic, NamedTuple, TypeVar
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import History, Span
+from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.restore_plan import Reason
-from sglang_hc.queue.fetch_costs import Missing, SplitCosts
+from sglang_hc.queue.fetch_costs import Missing
 from sglang_hc.queue.loads import BlockLoad, BlockState, Load
 from sglang_hc.queue.prefetch import PATIENCE
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
@@ -89,7 +90,7 @@ class Meeting:
         tree: BlockTree,
         coming: Promotions,
         reads: TailReads,
-        costs: SplitCosts,
+        costs: RestorePlanner,
     ) -> None:
         """sources: where each block from `first` on lies. coming: where what `reads` begin waits
         for its parent."""
@@ -284,7 +285,7 @@ class Meetings(Generic[K]):
     def __init__(
         self,
         tree: BlockTree,
-        costs: SplitCosts,
+        costs: RestorePlanner,
         counters: Counter[str],
         clock: Callable[[], float],
         on_end: Callable[[], object],

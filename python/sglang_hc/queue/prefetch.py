@@ -19,7 +19,8 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 from sglang_hc.policy.eviction import Block, IsProtected
-from sglang_hc.queue.fetch_costs import Below, Missing, RestoreCosts, TurnEstimate
+from sglang_hc.policy.planner import RestorePlanner
+from sglang_hc.queue.fetch_costs import Below, Missing, TurnEstimate
 from sglang_hc.queue.lookahead import EVICTION_STRETCH, LookAhead, RunningMean, window_length
 from sglang_hc.queue.requests import QueuedPrompt, not_told
 
@@ -65,7 +66,7 @@ class Prefetcher(Generic[K]):
         self,
         window: LookAhead[K],
         below: Below[K],
-        costs: RestoreCosts,
+        costs: RestorePlanner,
         slots: tuple[int, int],
         mode: str,
         counters: Counter[str],

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.pins import RetentionPriority
+from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.queue.admission import ON_THE_WAY, Admission, Readiness
-from sglang_hc.queue.fetch_costs import RestoreCosts
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.meeting import Meetings
 from sglang_hc.queue.prefetch import Prefetcher
@@ -50,7 +50,7 @@ class QueueView:
         disk: LowerTier | None,
         window: LookAhead[Serial],
         rules: QueueRules,
-        costs: RestoreCosts,
+        costs: RestorePlanner,
         priority: RetentionPriority | None = None,
         mover: Mover | None = None,
         on_met: Callable[[], object] = lambda: None,

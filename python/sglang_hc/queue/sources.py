@@ -14,7 +14,8 @@ from typing import Protocol
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, IsProtected
-from sglang_hc.queue.fetch_costs import Missing, RestoreCosts
+from sglang_hc.policy.planner import RestorePlanner
+from sglang_hc.queue.fetch_costs import Missing
 from sglang_hc.queue.meeting import Meetings, TailReads
 from sglang_hc.queue.requests import QueuedPrompt, RequestTable, Serial
 from sglang_hc.store.lower_tier import LowerTier
@@ -175,7 +176,7 @@ class Sources:
         assert path is not None
         return path
 
-    def restore_cost(self, request: Serial, costs: RestoreCosts) -> float:
+    def restore_cost(self, request: Serial, costs: RestorePlanner) -> float:
         """Cost to restore what the request has in the tiers, in the units of `costs`."""
         waiting = self.look_at(request)
         on_device = waiting.on_device()

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
+from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.restore_plan import Decision, Reason, RestorePlan
 from sglang_hc.queue.requests import QueuedPrompt, Serial
-from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.srt.engine.intake import SERIAL
 from sglang_hc.srt.engine.streams import ComputeStream

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.restore_plan import Decision, Reason, RestorePlan
 from sglang_hc.queue.loads import Load
 from sglang_hc.queue.meeting import Meeting, Meetings
 from sglang_hc.queue.requests import Serial
-from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from sglang_hc.srt.tree.device_tree import DeviceTree

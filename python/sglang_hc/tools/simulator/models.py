@@ -12,8 +12,8 @@ from sglang_hc.errors import ConfigError
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, PlanError
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import restore_alone
+from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.restore_plan import RestorePlan, plan_restore
-from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.tools.datasheet import Rates, modelled_costs
 from sglang_hc.tools.model_config import read_model_config
 from sglang_hc.tools.model_shape import ModelConfigError, ModelShape

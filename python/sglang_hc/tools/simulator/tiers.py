@@ -10,7 +10,8 @@ from itertools import islice, takewhile
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, EvictionPolicy, IsProtected, LruPolicy
-from sglang_hc.queue.fetch_costs import Missing, RestoreCosts
+from sglang_hc.policy.planner import RestorePlanner
+from sglang_hc.queue.fetch_costs import Missing
 from sglang_hc.queue.lookahead import EVICTION_STRETCH, LookAhead
 from sglang_hc.queue.meeting import Meetings, Step, TailReads
 from sglang_hc.queue.prefetch import Prefetcher
@@ -74,7 +75,7 @@ class TieredCache:
     def __init__(
         self,
         sizes: TierSizes,
-        costs: RestoreCosts,
+        costs: RestorePlanner,
         *,
         policy: str,
         prefetch: str,

@@ -30,8 +30,7 @@ _LEARNABLE = frozenset({Reason.SLOW_TIER, Reason.SHORT_HISTORY, Reason.FAST_COMP
 
 
 class RestorePlanner:
-    """Decides for one model on one machine. Also tells the waiting queue what fetching costs
-    (`queue.fetch_costs.RestoreCosts`).
+    """Decides for one model on one machine. Also tells the waiting queue what fetching costs.
 
     costs: None if the machine could not be measured; then everything that is stored is restored.
     always: restore everything, whatever it costs.
@@ -142,8 +141,8 @@ class RestorePlanner:
         return read + host if read else FAR_SECONDS * host
 
     def split(self, history: History, decoding: int, can_restore_early: bool) -> Split | None:
-        """Where a history that comes from below should meet the part of it that is computed; None
-        when the costs of that are not known or not weighed."""
+        """Where a history that comes from below should meet the part of it that is computed while
+        so many requests decode; None when the costs of that are not known or not weighed."""
         cost = self._weighed
         if cost is None or not all(cost.knows(span.tier) for span in history.coming):
             return None
