@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from sglang_hc.config import FLAGS, GONE, HcConfig, flag_of
+from sglang_hc.config import FLAGS, HcConfig, flag_of
 
 
 def number(text: str) -> float:
@@ -40,10 +39,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             elif field.default is not None:
                 option["help"] += f" (default: {field.default})"
         group.add_argument(flag_of(field.name), default=None, **option)
-    for name in GONE:
-        group.add_argument(
-            flag_of(name), default=argparse.SUPPRESS, help=argparse.SUPPRESS, type=_refuser(name)
-        )
 
 
 def given_flags(args: argparse.Namespace) -> dict[str, Any]:
@@ -77,12 +72,3 @@ class _Several(argparse._StoreAction):
         option_string: str | None = None,
     ) -> None:
         setattr(namespace, self.dest, [*(getattr(namespace, self.dest) or ()), *values])
-
-
-def _refuser(name: str) -> Callable[[str], Any]:
-    """An argparse type of an option that is gone."""
-
-    def refuse(text: str) -> Any:
-        raise argparse.ArgumentTypeError(f"it is gone: {GONE[name]}")
-
-    return refuse

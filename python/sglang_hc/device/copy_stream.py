@@ -43,6 +43,9 @@ work submitted inside, and for the copy stream's `computed` and `before_compute`
 class CopyStream(Protocol):
     """A queue of copies. All methods belong to one thread and return at once."""
 
+    beside_compute: bool
+    """Copies run while the device computes; else each is over when its call returns."""
+
     batches: bool
     """`copy_ranges` takes this thread about as long as one `copy`, however many ranges it has."""
 
@@ -96,6 +99,7 @@ class _Done:
 class HostCopyStream:
     """Copy stream of a machine without an accelerator: every copy happens at once."""
 
+    beside_compute = False
     batches = True
     _event = _Done()
 
@@ -148,6 +152,8 @@ class CudaCopyStream:
 
     Buffers must outlive their copies, because the caching allocator does not know this stream.
     """
+
+    beside_compute = True
 
     def __init__(self, shared: CudaDevice) -> None:
         self._shared = shared

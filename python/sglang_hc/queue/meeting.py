@@ -26,7 +26,7 @@ from sglang_hc.policy.meeting import History, Span
 from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.restore_plan import Reason
 from sglang_hc.queue.fetch_costs import Missing
-from sglang_hc.queue.loads import BlockLoad, BlockState, Load
+from sglang_hc.queue.loads import BlockLoad, Load
 from sglang_hc.queue.prefetch import PATIENCE
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.identity import Prefix
@@ -266,7 +266,7 @@ class Meeting:
         """Tokens up to the end of the last block, from `block` on, that will not come; else 0."""
         for index in reversed(range(block, self.end)):
             found = self._blocks.get(index)
-            if found is not None and found.state is BlockState.LOST:
+            if found is not None and found.is_lost:
                 return (index + 1) * BLOCK_TOKENS
         return 0
 
