@@ -1,7 +1,7 @@
 """What to do with one request's stored state, decided at admission and counted.
 
 `policy.restore_plan` decides, by costs that correct themselves (`policy.correction`). This
-module knows the present state that the decision needs: for how long the copies of earlier
+module knows the present state that the choice depends on: for how long the copies of earlier
 restorations keep the link busy. Now and then it tries what the costs always refuse
 (`policy.tries`). Belongs to the scheduler thread, takes microseconds, and never waits.
 """
@@ -18,7 +18,7 @@ from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy import copy_order
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.meeting import History, Split, best_split
-from sglang_hc.policy.restore_plan import Decision, Reason, RestorePlan, plan_restore
+from sglang_hc.policy.restore_plan import Choice, Reason, RestorePlan, plan_restore
 from sglang_hc.policy.tries import TRY_SHARE, Tries, affordable
 
 FAR_SECONDS = 8.0
@@ -36,7 +36,7 @@ class RestorePlanner:
     always: restore everything, whatever it costs.
     plan: of the whole model; ranks that have some of its layers each decide alike.
     can_recompute: whether layers that are stored can be recomputed instead.
-    counters: gets `restore_decision_*` and `restore_reason_*`.
+    counters: gets `restore_choice_*` and `restore_reason_*`.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class RestorePlanner:
                 )
             if tried:
                 first = self.plan.recompute
-                plan = replace(plan, decision=Decision.TRY, tokens=tried, recompute_layers=first)
+                plan = replace(plan, choice=Choice.TRY, tokens=tried, recompute_layers=first)
         return self._with_copies(cost, plan)
 
     def as_stored(self, tokens: int) -> RestorePlan:
@@ -106,17 +106,17 @@ class RestorePlanner:
     def take(self, plan: RestorePlan) -> None:
         """The plan is carried out: count it, and add its copies to the backlog."""
         self._link_free = max(self._link_free, self._clock()) + plan.copy_seconds
-        if plan.decision is Decision.TRY:
+        if plan.choice is Choice.TRY:
             self._tries_of(plan).tried()
         elif plan.skips_hidden:
             self._hidden_tries.refused()
-        self._count(plan.decision, plan.reason)
+        self._count(plan.choice, plan.reason)
 
     def refuse(self, reason: Reason) -> None:
         """Count that nothing is restored."""
         if reason in _LEARNABLE:
             self._restore_tries.refused()
-        self._count(Decision.REFUSE, reason)
+        self._count(Choice.REFUSE, reason)
 
     def kv_per_hidden(self, tokens: int) -> float:
         """KV layers between two HIDDEN layers in the order of copies; see `policy.copy_order`."""
@@ -201,7 +201,7 @@ class RestorePlanner:
         return 0 if self.costs is None else self.costs.changes
 
     def _all_of(self, tokens: int, reason: Reason) -> RestorePlan:
-        return RestorePlan(Decision.LOAD, reason, tokens, self.plan.recompute)
+        return RestorePlan(Choice.LOAD, reason, tokens, self.plan.recompute)
 
     def _tries_of(self, plan: RestorePlan) -> Tries:
         return self._hidden_tries if plan.skips_hidden else self._restore_tries
@@ -239,6 +239,6 @@ class RestorePlanner:
             return 0.0
         return self.costs.copy_token(tier, self.plan)
 
-    def _count(self, decision: Decision, reason: Reason) -> None:
-        self._counters[f"restore_decision_{decision.value}"] += 1
+    def _count(self, choice: Choice, reason: Reason) -> None:
+        self._counters[f"restore_choice_{choice.value}"] += 1
         self._counters[f"restore_reason_{reason.value}"] += 1
