@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy import copy_order
-from sglang_hc.policy.cost_model import CostModel, SourceTier
+from sglang_hc.policy.cost_model import LONG_HISTORY, CostModel, SourceTier
 from sglang_hc.policy.meeting import History, Split, best_split
 from sglang_hc.policy.restore_plan import Choice, Reason, RestorePlan, plan_restore
 from sglang_hc.policy.tries import TRY_SHARE, Tries, affordable
@@ -87,7 +87,7 @@ class RestorePlanner:
         plan = replace(plan, skips_hidden=self._skips_hidden(plan))
         if (not plan.tokens or plan.skips_hidden) and plan.reason in _LEARNABLE:
             tries = self._tries_of(plan)
-            tries.follow(self._changes)
+            tries.follow(cost.changes)
             tried = 0
             if tries.due:
                 tried = affordable(
@@ -179,26 +179,20 @@ class RestorePlanner:
     @property
     def tries(self) -> Tries | None:
         """When a fetch that is not worth it is made as a try; None for never."""
-        if self._weighed is None:
+        cost = self._weighed
+        if cost is None:
             return None
-        self._fetch_tries.follow(self._changes)
+        self._fetch_tries.follow(cost.changes)
         return self._fetch_tries
 
     def try_seconds(self, context: int, new: int) -> float:
         """Longest seconds that a request with `new` tokens to compute waits for such a fetch."""
-        cost = self._weighed
-        if cost is None:
-            return 0.0
-        return TRY_SHARE * self.prefill_seconds(new, context)
+        return 0.0 if self._weighed is None else TRY_SHARE * self.prefill_seconds(new, context)
 
     @property
     def _weighed(self) -> CostModel | None:
         """The costs that decide; None when everything is restored."""
         return None if self._always else self.costs
-
-    @property
-    def _changes(self) -> int:
-        return 0 if self.costs is None else self.costs.changes
 
     def _all_of(self, tokens: int, reason: Reason) -> RestorePlan:
         return RestorePlan(Choice.LOAD, reason, tokens, self.plan.recompute)
@@ -234,10 +228,10 @@ class RestorePlanner:
         return replace(plan, copy_seconds=cost.copy_stored(SourceTier.HOST, loaded, plan.tokens))
 
     def _copy_token(self, tier: SourceTier) -> float:
-        """See `CostModel.copy_token`; 0 when it is not known."""
+        """Seconds to copy one token of a long history; 0 when that is not known."""
         if self.costs is None or not self.costs.knows(tier):
             return 0.0
-        return self.costs.copy_token(tier, self.plan)
+        return self.costs.copy_stored(tier, self.plan, LONG_HISTORY) / LONG_HISTORY
 
     def _count(self, choice: Choice, reason: Reason) -> None:
         self._counters[f"restore_choice_{choice.value}"] += 1

@@ -69,11 +69,11 @@ class RestorePass:
         path: RestorePath,
         restorations: Sequence[Restoration],
         kv_per_hidden: float = 0.0,
-        observer: PassObserver | None = None,
+        observer: CostObserver | None = None,
     ) -> None:
         """kv_per_hidden: KV layers that are copied between two HIDDEN layers (see
         `policy.copy_order`). observer: sees what the copies and projections take."""
-        self._observer = observer or PassObserver()
+        self._observer = PassObserver(observer)
         self.restorations = tuple(restorations)
         self._layout = path.pool.layout
         self._sink = path.sink

@@ -62,10 +62,6 @@ class Restorer:
         self._releasing: deque[tuple[Event, Sequence[BlockNode]]] = deque()
 
     @property
-    def has_queued(self) -> bool:
-        return bool(self._queued)
-
-    @property
     def num_queued(self) -> int:
         return len(self._queued)
 
@@ -190,5 +186,4 @@ class Restorer:
 
     def _pass(self, restorations: Sequence[Restoration]) -> RestorePass:
         rate = self.planner.kv_per_hidden(sum(r.stop - r.start for r in restorations))
-        observer = self.observer.of_pass() if self.observer is not None else None
-        return RestorePass(self.path, restorations, rate, observer)
+        return RestorePass(self.path, restorations, rate, self.observer)

@@ -189,10 +189,6 @@ class GpuCosts(RestorePlanner):
         self.plan = model.layout.plan
         super().__init__(self.cost, self.plan, True, Counter(), lambda: 0.0)
 
-    def prefill_seconds(self, tokens: int, context: int) -> float:
-        """Prefill of `tokens` new tokens after `context`; 0 for none."""
-        return self.plan.num_layers * self.cost.prefill_layer(tokens, context)
-
     def step_seconds(self, batch: int, context: int) -> float:
         """One decode step of `batch` requests that attend to `context` tokens together."""
         shape = self.model.shape
