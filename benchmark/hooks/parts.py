@@ -26,7 +26,6 @@ from sglang_hc.policy.pins import RetentionPriority, SessionPins
 from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.queue_view import QueueRules, QueueView
-from sglang_hc.queue.requests import Serial
 from sglang_hc.restore.path import RestorePath
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
@@ -54,7 +53,7 @@ def tiers_of(
     the disk evict what no waiting request needs."""
     plan = LayerPlan(0, 1, 0)
     layout = BlockLayout(plan, StateShape(1, 8, (8, 8), "float32"))
-    window: LookAhead[Serial] = LookAhead()
+    window = LookAhead()
     pins = SessionPins.sized_for(slots)
     priority = RetentionPriority(window, pins)
     policy: EvictionPolicy[BlockNode] = LruPolicy()

@@ -78,7 +78,7 @@ def keep(
 class HostQueue(NamedTuple):
     """The host tier, what lies below it, and the requests that wait for blocks of both."""
 
-    window: LookAhead[str]
+    window: LookAhead
     host: HostTier
     disk: LowerTier | None
     queue: QueueView
@@ -99,7 +99,7 @@ def host_queue(
 ) -> HostQueue:
     """A waiting queue over an empty host tier. io: the disk; None for none. hint_disk: the disk is
     told which blocks waiting requests need."""
-    window: LookAhead[str] = LookAhead()
+    window = LookAhead()
     host = host_tier(slots, make_policy(eviction, window))
     disk = LowerTier(io, host, clock, on_read) if io is not None else None
     rules = QueueRules(prefetch, ready_first, can_meet)
@@ -110,7 +110,7 @@ def host_queue(
 def queue_over(
     host: HostTier,
     disk: LowerTier | None,
-    window: LookAhead[str],
+    window: LookAhead,
     rules: QueueRules = QueueRules(),  # noqa: B008  it is a tuple
     *,
     costs: RestorePlanner = UNKNOWN_COSTS,

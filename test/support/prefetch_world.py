@@ -109,7 +109,7 @@ class World:
     ) -> None:
         """blocks: of each of the requests that came before."""
         self.below = Tiers(slots)
-        self.prefetcher: Prefetcher[str] = Prefetcher(
+        self.prefetcher = Prefetcher(
             LookAhead(), self.below, costs, (slots, 10_000), mode, Counter()
         )
         for number in range(9):

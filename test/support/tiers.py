@@ -181,7 +181,7 @@ def build(
     path = RestorePath(pool, device, staging, recomputer)
     counters: Counter[str] = Counter()
     planner = RestorePlanner(None, plan, recomputer is not None, counters)
-    window: LookAhead[str] = LookAhead()
+    window = LookAhead()
     pins = SessionPins(2 * slots, 1.0)
     tiers = Tiers(
         host,

@@ -210,7 +210,7 @@ def test_after_a_restart_blocks_come_from_where_they_were_computed(lost: bool) -
 @pytest.mark.parametrize("disk", [False, True])
 def test_a_request_waits_until_its_state_has_moved(disk: bool) -> None:
     world = World(disk=disk)
-    window: LookAhead[str] = LookAhead()
+    window = LookAhead()
     view = QueueView(world.host, world.disk, window, QueueRules(), UNKNOWN_COSTS, mover=world.mover)
     world.compute(0, 440)
     if disk:
@@ -234,7 +234,7 @@ def test_without_a_disk_a_wait_ends_on_the_clock_of_decisions() -> None:
     """Ranks that looked at their own clocks gave up in different passes, and then ran different
     batches."""
     world = World(disk=False)
-    window: LookAhead[str] = LookAhead()
+    window = LookAhead()
     view = QueueView(world.host, None, window, QueueRules(), UNKNOWN_COSTS, mover=world.mover)
     world.compute(0, 440)
     cut = RULE.cut(480, None)

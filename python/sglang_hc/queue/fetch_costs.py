@@ -6,20 +6,18 @@ Pure: no clock, no I/O. `prefetch.Prefetcher` decides with these.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, IsProtected
 from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.queue.lookahead import RunningMean
+from sglang_hc.queue.requests import Serial
 from sglang_hc.tree.identity import BlockPath
-
-K_contra = TypeVar("K_contra", bound=Hashable, contravariant=True)
-"""Name of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +80,14 @@ class Missing:
         return costs.try_seconds(self.on_device, new)
 
 
-class Below(Protocol[K_contra]):
+class Below(Protocol):
     """The tiers, as the prefetcher sees them."""
 
     @property
     def coming(self) -> Collection[bytes]:
         """Identities of the blocks that are on their way to host memory."""
 
-    def missing(self, request: K_contra) -> Missing | None:
+    def missing(self, request: Serial) -> Missing | None:
         """What a fetch would bring for a waiting request. None: not known yet, but soon."""
 
     def in_host(self, block_id: bytes) -> bool:
@@ -100,7 +98,7 @@ class Below(Protocol[K_contra]):
 
     def start(
         self,
-        request: K_contra,
+        request: Serial,
         missing: Missing,
         first: int,
         count: int,
@@ -111,7 +109,7 @@ class Below(Protocol[K_contra]):
 
     def meet(
         self,
-        request: K_contra,
+        request: Serial,
         missing: Missing,
         end: int,
         is_protected: IsProtected[Block] | None,

@@ -48,7 +48,7 @@ class QueueView:
         self,
         host: HostTier,
         disk: LowerTier | None,
-        window: LookAhead[Serial],
+        window: LookAhead,
         rules: QueueRules,
         costs: RestorePlanner,
         priority: RetentionPriority | None = None,
@@ -67,10 +67,10 @@ class QueueView:
         below = disk if disk is not None else mover
         self._now = now = below.now if below is not None else time.monotonic
         self.requests = window.requests
-        self.admission: Admission[Serial] = Admission(self.requests, ready_first=rules.ready_first)
+        self.admission = Admission(self.requests, ready_first=rules.ready_first)
         self.counters: Counter[str] = Counter()
         """Numbers that only grow."""
-        self.meetings: Meetings[Serial] = Meetings(host.tree, costs, self.counters, now, on_met)
+        self.meetings = Meetings(host.tree, costs, self.counters, now, on_met)
         met = self.meetings if rules.can_meet else None
         self.sources = Sources(host, disk, mover, self.requests, met, now)
         mode = rules.prefetch if self._can_fetch else "off"
@@ -129,7 +129,7 @@ class QueueView:
             return self.meetings.may_begin(request, known) and ready
         return ready
 
-    def readiness(self, requests: Collection[Serial]) -> Readiness[Serial]:
+    def readiness(self, requests: Collection[Serial]) -> Readiness:
         """What it costs to restore each of these requests; ON_THE_WAY while blocks are on their way
         to it. Looked up once, and again when they have come."""
         costs: dict[Serial, float] = {}

@@ -57,8 +57,8 @@ class Sources:
         host: HostTier,
         disk: LowerTier | None,
         mover: Mover | None,
-        requests: RequestTable[Serial],
-        meetings: Meetings[Serial] | None,
+        requests: RequestTable,
+        meetings: Meetings | None,
         clock: Callable[[], float],
     ) -> None:
         """meetings: None where no history is met."""

@@ -30,7 +30,6 @@ from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.profile_file import CachedProfile
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.queue_view import QueueRules, QueueView
-from sglang_hc.queue.requests import Serial
 from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.restore.cost_observer import CostObserver, timer_for
 from sglang_hc.restore.path import RestorePath, Rotation
@@ -93,7 +92,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     recorder = recorder_of(config, model.place, pool, page, fingerprint, ranks.clock)
 
     # Which blocks exist, and which of them stay.
-    window: LookAhead[Serial] = LookAhead()
+    window = LookAhead()
     pins = SessionPins.sized_for(pool.num_slots)
     wanted = RetentionPriority(window, pins)
     policy = make_policy(config.eviction, window, pinned=pins)

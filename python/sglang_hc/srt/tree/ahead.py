@@ -18,7 +18,6 @@ from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.restore_plan import Choice, Reason, RestorePlan
 from sglang_hc.queue.loads import Load
 from sglang_hc.queue.meeting import Meeting, Meetings
-from sglang_hc.queue.requests import Serial
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from sglang_hc.srt.tree.device_tree import DeviceTree
@@ -60,7 +59,7 @@ class RestoreAhead:
     def __init__(
         self,
         blocks: PrerestoredBlocks,
-        meetings: Meetings[Serial],
+        meetings: Meetings,
         waiting: SchedulerQueue,
         planner: RestorePlanner,
         host_match: HostMatch,

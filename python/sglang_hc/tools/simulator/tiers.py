@@ -83,7 +83,7 @@ class TieredCache:
         node_policy: NodePolicies | None = None,
         disk_policy: DiskPolicies | None = None,
     ) -> None:
-        self.window: LookAhead[int] = LookAhead()
+        self.window = LookAhead()
         self.jobs: dict[int, Job] = {}
         self._seen: set[bytes] = set()
         self._now = self._came_last = 0.0
@@ -109,7 +109,7 @@ class TieredCache:
         if self.host is None or self.disk is None:
             prefetch = "off"
         counters: Counter[str] = Counter()
-        self.prefetcher: Prefetcher[int] = Prefetcher(
+        self.prefetcher = Prefetcher(
             self.window, self, costs, (sizes.host, sizes.disk), prefetch, counters, stretch
         )
         self.coming: Collection[bytes] = ()
@@ -118,9 +118,7 @@ class TieredCache:
             self.coming = self._coming.block_ids
             self._coming.subscribe(self.prefetcher.complete, self.prefetcher.fail)
         tree = BlockTree(FINGERPRINT) if self.host is None else self.host.tree
-        self.meetings: Meetings[int] = Meetings(
-            tree, costs, counters, lambda: self._now, lambda: None
-        )
+        self.meetings = Meetings(tree, costs, counters, lambda: self._now, lambda: None)
 
     # The waiting queue
 
