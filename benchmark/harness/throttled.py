@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from sglang_hc.device.copy_stream import Event, HostCopyStream
+from sglang_hc.device.copy_stream import HostCopyStream
+from sglang_hc.store.scatter_queue import Event
 
 
 class BucketEvent:

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.direct import DirectRows
 from sglang_hc.capture.saving import DeviceState, HiddenPath
-from sglang_hc.capture.snapshots import ScatterQueue, Snapshots
+from sglang_hc.capture.snapshots import Snapshots
 from sglang_hc.capture.taps import TapBuffer
 from sglang_hc.device.copy_stream import HostCopyStream
 from sglang_hc.device.exactness import Exactness
@@ -37,6 +37,7 @@ from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.executor import ThreadExecutor
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.lower_tier import LowerTier
+from sglang_hc.store.scatter_queue import ScatterQueue
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode, BlockTree

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hc.capture.snapshots import ScatterQueue
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.overflow import Cut, OverflowRule
 from sglang_hc.queue.lookahead import LookAhead
+from sglang_hc.queue.mover import BlockMover
 from sglang_hc.queue.prefetch import PATIENCE
 from sglang_hc.queue.queue_view import QueueRules, QueueView
 from sglang_hc.queue.requests import QueuedPrompt
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.tiers.mover import BlockMover
+from sglang_hc.store.scatter_queue import ScatterQueue
 from sglang_hc.tree.block_tree import BlockNode, Moved
 from sglang_hc.tree.cuts import EarlierCuts, EarlierPath
 from sglang_hc.tree.identity import BlockPath, Prefix, pack_tokens

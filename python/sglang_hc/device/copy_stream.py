@@ -23,17 +23,7 @@ from sglang_hc.device.cuda_copies import (
     each_range,
 )
 from sglang_hc.device.pinning import PinnedMemory
-
-
-class Event(Protocol):
-    """A point in a copy stream, or in the compute work (`CopyStream.computed`)."""
-
-    def done(self) -> bool:
-        """Everything enqueued before the event has happened. Never waits."""
-
-    def wait(self) -> None:
-        """Block the host until `done`."""
-
+from sglang_hc.store.scatter_queue import Event
 
 SideStream = Callable[[], AbstractContextManager[Any]]
 """Makes a context in which a stream beside the compute stream takes the place of "compute": for the

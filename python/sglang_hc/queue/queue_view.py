@@ -18,9 +18,10 @@ from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.queue.admission import ON_THE_WAY, Admission, Readiness
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.meeting import Meetings
+from sglang_hc.queue.mover import BlockMover
 from sglang_hc.queue.prefetch import Prefetcher
 from sglang_hc.queue.requests import QueuedPrompt, Serial
-from sglang_hc.queue.sources import Mover, Sources
+from sglang_hc.queue.sources import Sources
 from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.tree.host_tier import HostTier
 
@@ -52,7 +53,7 @@ class QueueView:
         rules: QueueRules,
         costs: RestorePlanner,
         priority: RetentionPriority | None = None,
-        mover: Mover | None = None,
+        mover: BlockMover | None = None,
         on_met: Callable[[], object] = lambda: None,
     ) -> None:
         """costs: what fetching and recomputing take on this machine. priority: told to the disk;

@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang_hc.device.copy_stream import CopyStream, CudaCopyStream, Event
+from sglang_hc.device.copy_stream import CopyStream, CudaCopyStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, Form
 from sglang_hc.policy.correction import Resource
 from sglang_hc.policy.cost_model import CostModel, SourceTier
+from sglang_hc.store.scatter_queue import Event
 
 PENDING = 64
 """Most observations that wait for the device; further ones are dropped."""

@@ -17,13 +17,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from sglang_hc.device.copy_stream import Event
 from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.restore_plan import RestorePlan
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.cost_observer import CostObserver
 from sglang_hc.restore.path import Restoration, RestorePath
 from sglang_hc.restore.restore_pass import LayerGate, RestorePass
+from sglang_hc.store.scatter_queue import Event
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.host_tier import HostTier
 

@@ -17,7 +17,7 @@ from typing import Any
 from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.direct import DirectRows
 from sglang_hc.capture.saving import DeviceState, HiddenPath
-from sglang_hc.capture.snapshots import ScatterQueue, Snapshots
+from sglang_hc.capture.snapshots import Snapshots
 from sglang_hc.config import GIB, ConfigError, HcConfig, shared_directory
 from sglang_hc.device.copy_stream import CopyStream, SideStream, copy_stream_for
 from sglang_hc.device.exactness import Exactness
@@ -29,6 +29,7 @@ from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
 from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.profile_file import CachedProfile
 from sglang_hc.queue.lookahead import LookAhead
+from sglang_hc.queue.mover import BlockMover
 from sglang_hc.queue.queue_view import QueueRules, QueueView
 from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.restore.cost_observer import CostObserver, timer_for
@@ -69,7 +70,7 @@ from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.store.read_watch import not_observed
-from sglang_hc.tiers.mover import BlockMover
+from sglang_hc.store.scatter_queue import ScatterQueue
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockTree
