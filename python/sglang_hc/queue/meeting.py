@@ -262,11 +262,8 @@ class Meeting:
 
     def _lost_up_to(self, block: int) -> int:
         """Tokens up to the end of the last block, from `block` on, that will not come; else 0."""
-        for index in reversed(range(block, self.end)):
-            found = self._blocks.get(index)
-            if found is not None and found.is_lost:
-                return (index + 1) * BLOCK_TOKENS
-        return 0
+        lost = (n for n, found in self._blocks.items() if n >= block and found.is_lost)
+        return BLOCK_TOKENS * (max(lost, default=-1) + 1)
 
     def _may_wait(self, seconds: float, now: float) -> bool:
         """Whether what is missing may still be waited for, where that is faster than computing a
