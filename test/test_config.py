@@ -74,11 +74,8 @@ def test_a_config_survives_json(machine: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--hc-host-size-gb", "many"], "--hc-host-size-gb: invalid number value: 'many'"),
-        (
-            ["--hc-overflow-reserve", "1.5"],
-            "--hc-overflow-reserve: invalid whole_number value: '1.5'",
-        ),
+        (["--hc-host-size-gb", "many"], "--hc-host-size-gb: invalid float value: 'many'"),
+        (["--hc-overflow-reserve", "1.5"], "--hc-overflow-reserve: invalid int value: '1.5'"),
         (["--hc-remote", "floppy"], "--hc-remote: invalid choice: 'floppy' .*'file'"),
     ],
 )

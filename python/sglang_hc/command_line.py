@@ -9,18 +9,7 @@ import msgspec
 
 from sglang_hc.config import FLAGS, HcConfig, flag_of
 
-
-def number(text: str) -> float:
-    """argparse names it in its error."""
-    return float(text)
-
-
-def whole_number(text: str) -> int:
-    """argparse names it in its error."""
-    return int(text)
-
-
-_PARSERS: dict[Any, Any] = {float: number, float | None: number, int: whole_number}
+_PARSERS: dict[Any, Any] = {float: float, float | None: float, int: int}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
