@@ -58,10 +58,10 @@ class CudaTimer:
     def __init__(self, copies: torch.cuda.Stream) -> None:
         self._copies = copies
 
-    def compute(self) -> torch.cuda.Event:
+    def compute(self) -> Any:
         return _event(torch.cuda.current_stream())
 
-    def copies(self) -> torch.cuda.Event:
+    def copies(self) -> Any:
         return _event(self._copies)
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
