@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from sglang_hc.device.copy_stream import Event, HostCopyStream
+from sglang_hc.device.copy_stream import HostCopyStream
+from sglang_hc.store.scatter_queue import Event
 
 
 class BucketEvent:
@@ -31,26 +32,23 @@ class BucketEvent:
 
 
 class ThrottledCopyStream(HostCopyStream):
-    """`bytes_per_s` on `clock`; `sleep` passes time on it. call_s: what a copy costs the
-    thread that submits it."""
+    """`bytes_per_s` on `clock`; `sleep` passes time on it."""
+
+    beside_compute = True
 
     def __init__(
         self,
         bytes_per_s: float,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
-        call_s: float = 0.0,
     ) -> None:
         self.bytes_per_s = bytes_per_s
-        self.call_s = call_s
         self.clock = clock
         self.sleep = sleep
         self._free = 0.0
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         super().copy(target, source)
-        if self.call_s:
-            self.sleep(self.call_s)
         self._free = max(self._free, self.clock()) + source.numel() / self.bytes_per_s
 
     def record(self) -> Event:

@@ -16,18 +16,17 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.direct import DirectRows
 from sglang_hc.capture.saving import DeviceState, HiddenPath
-from sglang_hc.capture.snapshots import ScatterQueue, Snapshots
+from sglang_hc.capture.snapshots import Snapshots
 from sglang_hc.capture.taps import TapBuffer
 from sglang_hc.device.copy_stream import HostCopyStream
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.eviction import EvictionPolicy, LruPolicy, make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins
+from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.queue_view import QueueRules, QueueView
-from sglang_hc.queue.requests import Serial
 from sglang_hc.restore.path import RestorePath
-from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt.engine.streams import ComputeStream
@@ -38,6 +37,7 @@ from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.executor import ThreadExecutor
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.lower_tier import LowerTier
+from sglang_hc.store.scatter_queue import ScatterQueue
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
@@ -54,7 +54,7 @@ def tiers_of(
     the disk evict what no waiting request needs."""
     plan = LayerPlan(0, 1, 0)
     layout = BlockLayout(plan, StateShape(1, 8, (8, 8), "float32"))
-    window: LookAhead[Serial] = LookAhead()
+    window = LookAhead()
     pins = SessionPins.sized_for(slots)
     priority = RetentionPriority(window, pins)
     policy: EvictionPolicy[BlockNode] = LruPolicy()

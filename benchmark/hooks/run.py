@@ -173,7 +173,7 @@ def measure_evict(rounds: int) -> list[dict[str, Any]]:
 
 def evictions(waiting: int, rounds: int) -> list[tuple[float, float]]:
     """(stock, ours) of one call each, the longest unused `waiting` conversations needed."""
-    window: LookAhead[Serial] = LookAhead()
+    window = LookAhead()
     tiers = tiers_of(64)
     order = DeviceOrder(tiers.host.tree.fingerprint, window)
     stock, ours = RadixCache(cache_params()), cache_over(tiers, order)

@@ -41,7 +41,7 @@ from sglang_hc import profile_file
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.layer_plan import NEW_TOKENS, auto_plan
-from sglang_hc.restore.planner import RestorePlanner
+from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.tools.model_shape import ModelShape
 
 HISTORIES = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (128, 256)}

@@ -33,7 +33,7 @@ from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan
 from sglang_hc.policy import copy_order
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.layer_plan import NEW_TOKENS, auto_plan
-from sglang_hc.policy.restore_plan import Decision, plan_restore
+from sglang_hc.policy.restore_plan import Choice, plan_restore
 from sglang_hc.restore.path import Restoration, RestorePath
 from sglang_hc.restore.probe import Subject, probe
 from sglang_hc.restore.restore_pass import RestorePass
@@ -105,7 +105,7 @@ def compare(subject: Subject, layers: int, tokens: int, rounds: int) -> dict[str
     host = (SourceTier.HOST,)
     chosen = auto_plan(cost, shape, host, allow_hidden=True, allow_recompute=True)
     restore = plan_restore(cost, chosen.plan, tokens, context=0, new=NEW_TOKENS)
-    refused = restore.decision is Decision.REFUSE
+    refused = restore.choice is Choice.REFUSE
     plans = {
         "auto": (chosen.plan, layers if refused else restore.recompute_layers),
         "kv": (LayerPlan(0, 0, layers), 0),
@@ -123,7 +123,7 @@ def compare(subject: Subject, layers: int, tokens: int, rounds: int) -> dict[str
     best = min(("kv", "hidden", "recompute"), key=medians.__getitem__)
     return {
         "layer_plan": str(chosen.plan),
-        "decision": restore.decision.value,
+        "decision": restore.choice.value,
         "recomputed_layers": plans["auto"][1],
         "explanation": chosen.explanation,
         "overlap": cost.overlap,

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from sglang_hc.config import FLAGS, GONE, HcConfig, flag_of
+from sglang_hc.config import FLAGS, HcConfig, flag_of
 
-
-def number(text: str) -> float:
-    """argparse names it in its error."""
-    return float(text)
-
-
-def whole_number(text: str) -> int:
-    """argparse names it in its error."""
-    return int(text)
-
-
-_PARSERS: dict[Any, Any] = {float: number, float | None: number, int: whole_number}
+_PARSERS: dict[Any, Any] = {float: float, float | None: float, int: int}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -40,10 +28,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             elif field.default is not None:
                 option["help"] += f" (default: {field.default})"
         group.add_argument(flag_of(field.name), default=None, **option)
-    for name in GONE:
-        group.add_argument(
-            flag_of(name), default=argparse.SUPPRESS, help=argparse.SUPPRESS, type=_refuser(name)
-        )
 
 
 def given_flags(args: argparse.Namespace) -> dict[str, Any]:
@@ -77,12 +61,3 @@ class _Several(argparse._StoreAction):
         option_string: str | None = None,
     ) -> None:
         setattr(namespace, self.dest, [*(getattr(namespace, self.dest) or ()), *values])
-
-
-def _refuser(name: str) -> Callable[[str], Any]:
-    """An argparse type of an option that is gone."""
-
-    def refuse(text: str) -> Any:
-        raise argparse.ArgumentTypeError(f"it is gone: {GONE[name]}")
-
-    return refuse

@@ -103,8 +103,6 @@ class HcConfig(msgspec.Struct, frozen=True):
     def from_mapping(cls, values: object, where: str) -> HcConfig:
         """Config from plain values. Raises ConfigError that names `where` and the field."""
         unknown = set(values) - set(FLAGS) if isinstance(values, dict) else set()
-        for name in unknown & GONE.keys():
-            raise ConfigError(f"{where}: {name} is gone: {GONE[name]}")
         if unknown:
             names = ", ".join(sorted(map(str, unknown)))
             raise ConfigError(f"{where}: unknown {names}; known are {', '.join(sorted(FLAGS))}")
@@ -355,12 +353,6 @@ FLAGS: dict[str, Flag] = {
     ),
 }
 """Every option once, in the order of `--help`; the types and defaults are `HcConfig`'s."""
-
-GONE = {
-    "read_buffer_gb": "blocks of waiting requests come into free slots of the KV pool, which needs "
-    "no memory of its own; leave it out",
-}
-"""Options of earlier releases, and what replaces each."""
 
 
 def flag_of(name: str) -> str:

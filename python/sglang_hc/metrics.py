@@ -17,14 +17,6 @@ PREFIX = "sglang_hc_"
 PERIOD_S = 1.0
 """Shortest time between two updates: writing them takes the scheduler thread's time."""
 
-RESOURCES = {
-    "kv_copy": "copying K and V",
-    "hidden_copy": "copying hidden states",
-    "projection": "projecting hidden states",
-    "prefill": "computing tokens",
-    "attention": "prefill's attention",
-    "disk": "reading from disk",
-}
 LEVELS = {
     "host_slots": "Slots of the host tier, of one block each.",
     "host_free_slots": "Slots of the host tier that hold nothing.",
@@ -36,10 +28,12 @@ LEVELS = {
     "disk_directories": "Directories of the disk tier that are in use.",
     "remote_blocks": "Blocks in the directory of --hc-remote file.",
     "remote_usable": "1 while the remote store is asked, 0 while it is left alone.",
-    **{
-        f"cost_correction_{name}": f"Factor by which the measured costs of {what} are corrected."
-        for name, what in RESOURCES.items()
-    },
+    "cost_correction_kv_copy": "Factor on the measured costs of copying K and V.",
+    "cost_correction_hidden_copy": "Factor on the measured costs of copying hidden states.",
+    "cost_correction_projection": "Factor on the measured costs of projecting hidden states.",
+    "cost_correction_prefill": "Factor on the measured costs of computing tokens.",
+    "cost_correction_attention": "Factor on the measured costs of prefill's attention.",
+    "cost_correction_disk": "Factor on the measured costs of reading from disk.",
     "pins": "Sessions that are pinned.",
     "pinned_blocks": "Blocks that pins hold.",
 }
@@ -51,10 +45,10 @@ COUNTS = {
     "retracted_restored_tokens": "Of these, for requests that came back after a retraction.",
     "retracted_tokens": "Tokens of state that retracted requests had when they made room.",
     "recomputed_layer_tokens": "Of these, layers times tokens that the model computed again.",
-    "restore_decision_load": "Host hits restored as they are stored.",
-    "restore_decision_recompute_more": "Host hits restored with stored layers recomputed.",
-    "restore_decision_refuse": "Host hits that were recomputed.",
-    "restore_decision_try": "Host hits restored in part or whole against the costs, to see them.",
+    "restore_choice_load": "Host hits restored as they are stored.",
+    "restore_choice_recompute_more": "Host hits restored with stored layers recomputed.",
+    "restore_choice_refuse": "Host hits that were recomputed.",
+    "restore_choice_try": "Host hits restored in part or whole against the costs, to see them.",
     "audited_blocks": "Restored blocks that were computed again and compared.",
     "audit_differences": "Of these, those that were not what their tokens give.",
     "audit_skipped_blocks": "Blocks picked for an audit that found no time or room, or moved.",

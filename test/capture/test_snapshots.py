@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_hc.capture.snapshots import ScatterQueue, Snapshots
+from sglang_hc.capture.snapshots import Snapshots
 from sglang_hc.capture.taps import TapBuffer
 from sglang_hc.device.copy_stream import HostCopyStream
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.executor import CopyRows, RowSpan, ScatterRows
 from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.scatter_queue import ScatterQueue
 from support.host import host_tier
 from support.streams import BACK, COMPUTE, COPIES, SimulatedCopyStream, StreamDevice
 from support.tiers import CPU, StepExecutor

@@ -51,12 +51,12 @@ def both(form: str, profile: str, prepare: Any = None) -> tuple[list, list, dict
     return kept, conversation(core, evict=True), core.tree.stats()
 
 
-def decisions(stats: dict) -> dict[str, int]:
-    """Decisions and reasons of the evicted conversation's two later turns, floods left out."""
+def choices(stats: dict) -> dict[str, int]:
+    """Choices and reasons of the evicted conversation's two later turns, floods left out."""
     return {
         name.removeprefix("restore_"): count
         for name, count in stats.items()
-        if name.startswith(("restore_decision", "restore_reason"))
+        if name.startswith(("restore_choice", "restore_reason"))
     }
 
 
@@ -70,7 +70,7 @@ def test_refused_restorations_recompute(models: None, tmp_path: Path, form: str)
     kept, evicted, stats = run_in_child(both, form, write(SLOW_LINK, tmp_path))
     check(kept, evicted)
     assert [reply.host for reply in evicted] == [0, 0, 0]
-    assert decisions(stats) == {"decision_refuse": 2, "reason_fast_compute": 2}
+    assert choices(stats) == {"choice_refuse": 2, "reason_fast_compute": 2}
     assert "restorations" not in stats
 
 
@@ -81,7 +81,7 @@ def test_stored_layers_are_recomputed_when_that_is_faster(
     kept, evicted, stats = run_in_child(both, form, write(EVEN, tmp_path))
     check(kept, evicted)
     assert min(reply.host for reply in evicted[1:]) > 90
-    assert decisions(stats)["decision_recompute_more"] == 2
+    assert choices(stats)["choice_recompute_more"] == 2
     assert 0 < stats["recomputed_layer_tokens"] < 4 * stats["restored_tokens"]
 
 
@@ -100,7 +100,7 @@ def test_a_part_of_a_hit_is_restored_and_the_rest_recomputed(
     kept, evicted, stats = run_in_child(both, form, fast_link, a_block_of_each)
     check(kept, evicted)
     assert [reply.host for reply in evicted] == [0, 64, 64]
-    assert decisions(stats) == {"decision_load": 2, "reason_as_stored": 2}
+    assert choices(stats) == {"choice_load": 2, "reason_as_stored": 2}
     assert stats["restored_tokens"] == 128
 
 

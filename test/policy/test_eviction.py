@@ -21,7 +21,7 @@ class Host:
     """A host tier under one policy; blocks are named by the letters of their path."""
 
     def __init__(self, name: str, slots: int = 64, **options) -> None:
-        self.window: LookAhead[str] = LookAhead()
+        self.window = LookAhead()
         self.policy = make_policy(name, self.window, **options)
         self.tier = host_tier(slots, self.policy)
         self.now = 0.0

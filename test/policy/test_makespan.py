@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hc.forms import Form, LayerPlan
-from sglang_hc.policy.makespan import LayerTimes, busy, makespan
+from sglang_hc.policy.makespan import LayerTimes, makespan
+from sglang_hc.tools.cli.plan import busy
 
 times = st.builds(
     LayerTimes,

@@ -150,7 +150,7 @@ def test_a_session_pinned_over_and_over_leaves_nothing_behind():
 
 
 def test_retention_priority_puts_pins_behind_the_queue():
-    window: LookAhead[str] = LookAhead()
+    window = LookAhead()
     pins = SessionPins(max_total=6, max_seconds=60)
     priority = RetentionPriority(window, pins)
     heard: list[bytes] = []

@@ -9,7 +9,7 @@ from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit
 from sglang_hc.policy.makespan import LayerTimes, makespan
-from sglang_hc.policy.restore_plan import Decision, Reason, RestorePlan, best_prefix, plan_restore
+from sglang_hc.policy.restore_plan import Choice, Reason, RestorePlan, best_prefix, plan_restore
 from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
 from sglang_hc.tools.model_shape import ModelShape
 from support.examples import examples
@@ -96,7 +96,7 @@ def test_never_slower_than_a_single_way_on_any_machine(cost, stored, tokens, loa
         as_stored = candidates[tokens, stored.recompute]
         assert plan.as_stored_seconds == pytest.approx(as_stored)
         assert plan.seconds <= as_stored * (1 + 1e-9)
-    if plan.decision is not Decision.REFUSE:
+    if plan.choice is not Choice.REFUSE:
         chosen = candidates[plan.tokens, plan.recompute_layers]
         assert chosen == pytest.approx(plan.seconds)
         assert plan.recompute_layers >= stored.recompute
@@ -139,18 +139,18 @@ def test_search_over_layers_is_exact(times, stored):
 
 def test_an_idle_machine_loads_what_was_planned_for_it():
     plan = restore(2048)
-    assert (plan.decision, plan.reason) == (Decision.LOAD, Reason.AS_STORED)
+    assert (plan.choice, plan.reason) == (Choice.LOAD, Reason.AS_STORED)
     assert (plan.tokens, plan.recompute_layers) == (2048, 0)
     assert plan.seconds == plan.as_stored_seconds < recomputed(2048)
 
 
 def test_a_busy_link_first_recomputes_layers_and_then_refuses():
     seen = [restore(2048, backlog=backlog) for backlog in (0.0, 0.05, 0.1, 0.5)]
-    assert [plan.decision for plan in seen] == [
-        Decision.LOAD,
-        Decision.RECOMPUTE_MORE,
-        Decision.RECOMPUTE_MORE,
-        Decision.REFUSE,
+    assert [plan.choice for plan in seen] == [
+        Choice.LOAD,
+        Choice.RECOMPUTE_MORE,
+        Choice.RECOMPUTE_MORE,
+        Choice.REFUSE,
     ]
     assert {plan.reason for plan in seen[1:]} == {Reason.BUSY_LINK}
     layers = [plan.recompute_layers for plan in seen[:3]]
@@ -166,8 +166,8 @@ def test_a_short_history_is_not_worth_the_fixed_cost_of_its_copies():
         Fit(1e-4, 2e-6, 1e-11), Fit(1e-4, 3e-7),
     )  # fmt: skip
     short = restore(64, cost=slow_start)
-    assert (short.decision, short.reason) == (Decision.REFUSE, Reason.SHORT_HISTORY)
-    assert restore(16384, cost=slow_start).decision is not Decision.REFUSE
+    assert (short.choice, short.reason) == (Choice.REFUSE, Reason.SHORT_HISTORY)
+    assert restore(16384, cost=slow_start).choice is not Choice.REFUSE
 
 
 def test_compute_that_outruns_the_link_refuses_whatever_the_history():
@@ -178,19 +178,19 @@ def test_compute_that_outruns_the_link_refuses_whatever_the_history():
     )  # fmt: skip
     for tokens in (64, 16384):
         plan = restore(tokens, cost=fast)
-        assert (plan.decision, plan.reason) == (Decision.REFUSE, Reason.FAST_COMPUTE)
+        assert (plan.choice, plan.reason) == (Choice.REFUSE, Reason.FAST_COMPUTE)
 
 
 def test_layers_that_were_never_stored_are_always_recomputed():
     plan = restore(4096, stored=LayerPlan(4, 28, 0))
-    assert plan.decision is Decision.LOAD
+    assert plan.choice is Choice.LOAD
     assert plan.recompute_layers == 4
 
 
 @pytest.mark.parametrize(("stored", "tokens"), [(PAPER_PLAN, 0), (LayerPlan(LAYERS, 0, 0), 640)])
 def test_nothing_stored_is_a_reason_of_its_own(stored, tokens):
     plan = restore(tokens, stored=stored)
-    assert (plan.decision, plan.reason) == (Decision.REFUSE, Reason.NOTHING_STORED)
+    assert (plan.choice, plan.reason) == (Choice.REFUSE, Reason.NOTHING_STORED)
     assert plan.seconds == recomputed(tokens)
 
 
@@ -199,7 +199,7 @@ def test_a_model_without_hidden_form_is_restored_from_kv():
         "test", "measured", {SourceTier.HOST: TierCopy(Fit(0.0, 1e-7))}, Fit(0.0, 1e-5, 0.0)
     )
     plan = restore(1024, cost=kv_only, stored=LayerPlan(0, 0, LAYERS))
-    assert plan.decision is Decision.LOAD
+    assert plan.choice is Choice.LOAD
     assert plan.seconds == pytest.approx(1024 * 1e-7 + LAYERS * 64 * 1e-5)
 
 

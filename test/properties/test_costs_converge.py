@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.correction import BOUND, STEP, Resource
 from sglang_hc.policy.cost_model import CostModel
-from sglang_hc.policy.restore_plan import Decision, plan_restore
+from sglang_hc.policy.restore_plan import Choice, plan_restore
 from sglang_hc.policy.tries import LAST_GAP, TRY_SHARE, affordable
 from support.examples import examples
 from support.profiles import cost_model
@@ -71,7 +71,7 @@ def test_a_right_profile_stays_right(cost, plan, asked, seed, recompute) -> None
             seconds = true_seconds(true, plan, found, history, new)
             assert seconds <= NOISE**2 * wanted.seconds * (1 + 1e-9)
         refusals += not wanted.tokens
-    assert machine.counters["restore_decision_try"] == tries
+    assert machine.counters["restore_choice_try"] == tries
     assert machine.costs.changes == 0
     if not plan.hidden:
         assert tries <= 6 + refusals / LAST_GAP
@@ -97,7 +97,7 @@ def test_a_wrong_profile_is_unlearned(cost, plan, errors, seed, recompute) -> No
         found = machine.serve(2048, 64)
         last = found if not is_try(found) else last
     assert last is not None
-    if machine.counters["restore_decision_try"] < 3 and (not last.tokens or last.skips_hidden):
+    if machine.counters["restore_choice_try"] < 3 and (not last.tokens or last.skips_hidden):
         seconds = best(machine.costs, plan, 2048, 64, recompute).seconds
         assert not affordable(machine.costs, plan, 2048, context=0, new=64, seconds=seconds)
         return
@@ -158,8 +158,8 @@ def test_a_link_ten_times_faster_than_the_profile_says_is_used_within_twenty_req
     errors = dict.fromkeys((Resource.KV_COPY, Resource.HIDDEN_COPY, Resource.PROJECTION), 10.0)
     machine = SimulatedMachine(scaled(true, errors), true, plan, lambda: 1.0, recompute=False)
     found = [machine.serve(800, 64) for _ in range(40)]
-    assert is_try(found[0]) and found[1].decision is Decision.REFUSE
-    assert all(choice.decision is Decision.LOAD for choice in found[20:])
+    assert is_try(found[0]) and found[1].choice is Choice.REFUSE
+    assert all(plan.choice is Choice.LOAD for plan in found[20:])
 
 
 def test_a_machine_that_was_busy_for_an_hour_is_believed_again() -> None:
@@ -168,12 +168,12 @@ def test_a_machine_that_was_busy_for_an_hour_is_believed_again() -> None:
     slow = scaled(cost, {Resource.KV_COPY: 12.0})
     machine = SimulatedMachine(cost, slow, PLANS[0], lambda: 1.0, recompute=False)
     found = [machine.serve(800, 64) for _ in range(300)]
-    assert found[0].decision is Decision.LOAD and found[-1].decision is Decision.REFUSE
+    assert found[0].choice is Choice.LOAD and found[-1].choice is Choice.REFUSE
     refused = [choice for choice in found if not choice.tokens]
     assert len(refused) > 270
     machine.true = cost
     found = [machine.serve(800, 64) for _ in range(4 * (LAST_GAP + 1) + 1)]
-    assert found[-1].decision is Decision.LOAD
+    assert found[-1].choice is Choice.LOAD
 
 
 def test_tries_of_a_right_profile_cost_little() -> None:
@@ -184,5 +184,5 @@ def test_tries_of_a_right_profile_cost_little() -> None:
         choice = machine.serve(2048, 64)
         spent += true_seconds(true, PLANS[0], choice)
         least += best(true, PLANS[0], 2048, 64, False).seconds
-    assert machine.counters["restore_decision_refuse"] > 900
+    assert machine.counters["restore_choice_refuse"] > 900
     assert spent <= least * (1 + TRY_SHARE * (1 / LAST_GAP + 8 / 1000))

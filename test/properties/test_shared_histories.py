@@ -34,6 +34,7 @@ class AnySplit(UnknownCosts):
     """Costs that say anything of where a history should be met."""
 
     def __init__(self, rng: Random) -> None:
+        super().__init__()
         self._rng = rng
         self._block = rng.choice([0.0, 0.5, 3.0])
         self._token = rng.choice([0.1, 1.0, 10.0]) / BLOCK_TOKENS

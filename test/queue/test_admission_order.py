@@ -21,8 +21,8 @@ def offered(
 
 
 def test_a_request_on_the_way_does_not_block_those_behind():
-    requests: RequestTable[str] = RequestTable()
-    admission: Admission[str] = Admission(requests, bound=2)
+    requests = RequestTable()
+    admission = Admission(requests, bound=2)
     ready = {"a": ON_THE_WAY, "b": 5.0, "c": 0.0, "d": 0.0}
     assert offered(admission, ["a", "b", "c"], ready.get) == ["b", "c"], "queue order by default"
     admission.count(["a", "b", "c"], ["b"])
@@ -34,22 +34,22 @@ def test_a_request_on_the_way_does_not_block_those_behind():
 
 
 def test_ready_first_weighs_tiers_by_their_restore_cost():
-    admission: Admission[str] = Admission(RequestTable(), bound=8)
+    admission = Admission(RequestTable(), bound=8)
     cost = {"disk": 0.9, "host": 0.1, "new": 0.0, "device": 0.0, "coming": ON_THE_WAY}
     queue = ["disk", "coming", "host", "new", "device"]
     assert admission.order(queue, cost.get) == ["new", "device", "host", "disk", "coming"]
 
 
 def test_who_is_due_goes_before_all_that_are_ready():
-    requests: RequestTable[str] = RequestTable()
-    admission: Admission[str] = Admission(requests, bound=1)
+    requests = RequestTable()
+    admission = Admission(requests, bound=1)
     requests["slow"].bypassed = 1
     cost = {"ready": 0.0, "coming": ON_THE_WAY, "slow": ON_THE_WAY}
     assert admission.order(list(cost), cost.get) == ["slow", "ready", "coming"]
 
 
 def test_a_pass_without_admissions_counts_for_nobody():
-    admission: Admission[str] = Admission(RequestTable(), bound=1)
+    admission = Admission(RequestTable(), bound=1)
     for _ in range(5):
         admission.count(["a", "b"], [])
     assert not admission.must_admit("a")
@@ -58,8 +58,8 @@ def test_a_pass_without_admissions_counts_for_nobody():
 
 
 def test_only_who_was_asked_for_counts_as_admitted():
-    requests: RequestTable[str] = RequestTable()
-    admission: Admission[str] = Admission(requests)
+    requests = RequestTable()
+    admission = Admission(requests)
     for name in "abc":
         admission.asked(name)
     admission.left("c")
@@ -82,8 +82,8 @@ passes = st.lists(
 @settings(max_examples=examples(200), deadline=None)
 @given(passes, st.integers(0, 4), st.booleans())
 def test_nobody_starves(history, bound, ready_first):
-    requests: RequestTable[int] = RequestTable()
-    admission: Admission[int] = Admission(requests, bound=bound)
+    requests = RequestTable()
+    admission = Admission(requests, bound=bound)
     queue: list[int] = []
     passed: dict[int, int] = {}
     newest = 0
@@ -112,7 +112,7 @@ def test_nobody_starves(history, bound, ready_first):
 
 
 def test_a_request_is_due_after_64_bypasses():
-    admission: Admission[str] = Admission(RequestTable())
+    admission = Admission(RequestTable())
     for _ in range(63):
         admission.count(["a", "b"], ["b"])
     assert not admission.must_admit("a")

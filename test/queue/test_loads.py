@@ -4,36 +4,35 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_hc.queue.loads import BlockLoad, BlockState
+from sglang_hc.queue.loads import BlockLoad
 from sglang_hc.store.outcome import Outcome
 from support.meeting_world import WORD, World
 
 LAST = len(WORD) - 1
 
 
-def state(world: World, block: int = LAST) -> BlockState | None:
-    found = world.meeting.load.blocks.get(block)
-    return None if found is None else found.state
+def load(world: World) -> BlockLoad:
+    return world.meeting.load.blocks[LAST]
 
 
 def restore(world: World, *, proven: bool) -> None:
     node = world.meeting.detached_node(LAST)
-    world.meeting.load.blocks[LAST].write_to("rows", node, proven=proven)
+    load(world).write_to("rows", node, proven=proven)
 
 
 def test_a_block_on_its_way_to_the_device_passes_all_states() -> None:
     world = World()
-    assert state(world) is None, "wanted, and not asked for"
+    assert LAST not in world.meeting.load.blocks, "not asked for"
     world.meeting.read_down_to(LAST)
-    assert state(world) is BlockState.READING
+    assert not load(world).is_here and not load(world).is_lost
     world.deliver()
-    assert state(world) is BlockState.HERE
+    assert load(world).is_here and not world.meeting.load.restored
     restore(world, proven=False)
-    assert state(world) is BlockState.RESTORING and world.meeting.load.restored == [LAST]
-    world.meeting.load.blocks[LAST].proven = True
-    assert state(world) is BlockState.RESTORED
-    assert world.meeting.load.blocks[LAST].take_rows() == "rows"
-    assert state(world) is BlockState.HERE and not world.meeting.load.restored
+    assert load(world).is_here and world.meeting.load.restored == [LAST]
+    load(world).proven = True
+    assert load(world).is_here
+    assert load(world).take_rows() == "rows"
+    assert load(world).is_here and not load(world).proven and not world.meeting.load.restored
     world.settle()
 
 
@@ -42,23 +41,20 @@ def test_a_read_that_fails_loses_its_block(outcome: Outcome) -> None:
     world = World()
     world.meeting.read_down_to(LAST)
     world.deliver(0, outcome)
-    assert state(world) is BlockState.LOST
-    assert not world.meeting.load.blocks[LAST].is_here
+    assert load(world).is_lost and not load(world).is_here
     world.settle()
 
 
-@pytest.mark.parametrize(("proven", "after"), [(False, "LOST"), (True, "RESTORED")])
-def test_a_block_that_is_given_up_is_lost_unless_its_copy_was_proven(
-    proven: bool, after: str
-) -> None:
+@pytest.mark.parametrize("proven", [False, True])
+def test_a_block_that_is_given_up_is_lost_unless_its_copy_was_proven(proven: bool) -> None:
     world = World()
     world.meeting.read_down_to(LAST)
     world.deliver()
     restore(world, proven=proven)
     world.disk.coming.give_up_all()
-    assert state(world) is BlockState[after]
+    assert load(world).is_here is proven and load(world).is_lost is not proven
     world.settle()
 
 
 def test_a_block_of_host_memory_is_here() -> None:
-    assert BlockLoad().state is BlockState.HERE
+    assert BlockLoad().is_here and not BlockLoad().is_lost

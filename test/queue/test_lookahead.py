@@ -36,7 +36,7 @@ queues = st.lists(
 )
 
 
-def expected_use(window: LookAhead[str], needs_of: dict[str, list[bytes]]) -> dict[bytes, str]:
+def expected_use(window: LookAhead, needs_of: dict[str, list[bytes]]) -> dict[bytes, str]:
     first: dict[bytes, str] = {}
     for request in window.order:
         for block in needs_of[request]:
@@ -47,7 +47,7 @@ def expected_use(window: LookAhead[str], needs_of: dict[str, list[bytes]]) -> di
 @settings(max_examples=examples(300))
 @given(needs, queues)
 def test_a_block_counts_with_its_earliest_waiting_use(needs_of, passes):
-    window: LookAhead[str] = LookAhead()
+    window = LookAhead()
     told: dict[bytes, float | None] = {}
     window.subscribe(lambda blocks: told.update({b: window.next_use(b) for b in blocks}))
     before: list[str] = []
@@ -69,7 +69,7 @@ def test_a_block_counts_with_its_earliest_waiting_use(needs_of, passes):
 
 @given(needs, st.lists(st.sampled_from(REQUESTS), unique=True, min_size=1), st.data())
 def test_an_abort_is_seen_at_once(needs_of, queue, data):
-    window: LookAhead[str] = LookAhead()
+    window = LookAhead()
     window.update(queue, len(queue), needs_of.__getitem__)
     gone = data.draw(st.sampled_from(queue))
     window.leave(gone)
@@ -81,7 +81,7 @@ def test_an_abort_is_seen_at_once(needs_of, queue, data):
 
 
 def test_needs_are_computed_once_per_request():
-    window: LookAhead[int] = LookAhead()
+    window = LookAhead()
     asked: list[int] = []
 
     def blocks_of(request: int) -> list[bytes]:
@@ -99,7 +99,7 @@ def test_needs_are_computed_once_per_request():
 
 
 def test_ranks_survive_endless_insertions_at_one_place():
-    window: LookAhead[int] = LookAhead()
+    window = LookAhead()
     queue = [0, 1]
     for request in range(2, 200):  # always between the head and the last one inserted
         queue.insert(1, request)
@@ -108,7 +108,7 @@ def test_ranks_survive_endless_insertions_at_one_place():
 
 
 def test_ranks_are_given_anew_when_the_gap_between_two_is_a_millionth():
-    window: LookAhead[str] = LookAhead()
+    window = LookAhead()
     queue = ["head", "tail"]
     window.update(queue, 100, lambda request: ())
     for count in range(1, 20):

@@ -9,9 +9,9 @@ import pytest
 
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.tries import Tries
 from sglang_hc.queue.prefetch import MAX_FETCHES, PATIENCE, TRY_BLOCKS
-from sglang_hc.restore.planner import RestorePlanner
 from support.host import identities, tokens_of
 from support.profiles import cost_model
 from support.rates import UnknownCosts
@@ -24,6 +24,7 @@ class Costs(UnknownCosts):
     """Notes what it is asked; each fetched token saves `per_token` seconds."""
 
     def __init__(self, block_seconds: float = 0.0, per_token: float = 1.0) -> None:
+        super().__init__()
         self.seconds_per_block = block_seconds
         self.per_token = per_token
         self.asked: list[tuple[int, int, int, int]] = []
@@ -158,6 +159,8 @@ def test_two_that_need_one_block_wait_for_the_same_read() -> None:
 
 class Doubted(Costs):
     """No fetch is worth it, but fetches are tried."""
+
+    tries: Tries | None = None
 
     def __init__(self, try_for: float) -> None:
         super().__init__(per_token=-1.0)

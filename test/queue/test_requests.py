@@ -14,7 +14,7 @@ steps = st.lists(st.tuples(st.sampled_from(["arrive", "leave", "touch"]), st.int
 
 @given(steps)
 def test_a_record_lives_from_arrival_to_departure(script: list[tuple[str, int]]) -> None:
-    table: RequestTable[int] = RequestTable()
+    table = RequestTable()
     waiting: dict[int, int] = {}  # name: place in the order of arrival
     arrivals = 0
     for step, name in script:
@@ -38,7 +38,7 @@ def ids(text: str) -> list[bytes]:
 
 
 def test_each_block_ends_the_wait_of_those_who_wait_for_it() -> None:
-    table: RequestTable[str] = RequestTable()
+    table = RequestTable()
     for request, block_ids in (("one", "sa"), ("two", "sb")):
         for block_id in ids(block_ids):
             table.wait(request, [block_id])
@@ -59,7 +59,7 @@ fetches = st.lists(
 
 @given(fetches)
 def test_who_waits_for_what_stays_consistent(history: list) -> None:
-    table: RequestTable[int] = RequestTable()
+    table = RequestTable()
     waits: set[tuple[int, bytes]] = set()
     for action, request, number in history:
         block_id = bytes([number])

@@ -212,7 +212,7 @@ def observed(
     ring = StagingRing(2, BLOCK_TOKENS * sum(PARTS), CPU, copy_stream)
     span = Restoration(tuple(nodes), 0, tokens, torch.arange(tokens))
     path = RestorePath(HostPool(layout_of(plan), blocks), sink, ring, rotation=rotation)
-    return RestorePass(path, [span], observer=observer.of_pass())
+    return RestorePass(path, [span], observer=observer)
 
 
 def test_a_restoration_on_a_cpu_tells_projections_and_copies_apart() -> None:

@@ -1,4 +1,4 @@
-"""The decision at admission: the policy's, with the link's bookings, counted once per request."""
+"""The choice at admission: the policy's, with the link's bookings, counted once per request."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.correction import Resource
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.meeting import History, Span
-from sglang_hc.policy.restore_plan import Decision, Reason, plan_restore
-from sglang_hc.restore.planner import RestorePlanner
+from sglang_hc.policy.planner import RestorePlanner
+from sglang_hc.policy.restore_plan import Choice, Reason, plan_restore
 from support.clock import Clock
 from support.profiles import cost_model
 
@@ -51,12 +51,12 @@ def test_it_decides_as_the_policy_does(cost, tokens, context, new, recompute, bu
         allow_recompute=recompute,
     )  # fmt: skip
     found = chooser.choose(tokens, context, new)
-    if found.decision is Decision.TRY:
+    if found.choice is Choice.TRY:
         assert found.reason is plan.reason and found.tokens >= 64
         assert not plan.tokens or plan.recompute_layers >= PLAN.recompute + PLAN.hidden
         return
-    assert (found.tokens, found.decision, found.reason) == (
-        plan.tokens, plan.decision, plan.reason
+    assert (found.tokens, found.choice, found.reason) == (
+        plan.tokens, plan.choice, plan.reason
     )  # fmt: skip
     if found.tokens:
         assert found.recompute_layers == plan.recompute_layers >= PLAN.recompute
@@ -87,7 +87,7 @@ def test_layers_that_are_recomputed_do_not_use_the_link() -> None:
     chooser, _, _ = choice(cost_model(host=1e-4, project=1e-9, prefill=6e-5))
     chooser.take(chooser.choose(64, 0, 10))  # all HIDDEN layers are recomputed: one try
     found = chooser.choose(1000, 0, 10)
-    assert found.decision is Decision.RECOMPUTE_MORE and found.recompute_layers > PLAN.recompute
+    assert found.choice is Choice.RECOMPUTE_MORE and found.recompute_layers > PLAN.recompute
     hidden = max(0, 3 - found.recompute_layers)
     kv = 6 - found.recompute_layers - hidden
     assert found.copy_seconds == pytest.approx(1000 * (hidden * 0.5e-4 + kv * 1e-4))
@@ -95,21 +95,21 @@ def test_layers_that_are_recomputed_do_not_use_the_link() -> None:
 
 def test_a_busy_link_ends_in_recomputation_and_is_counted() -> None:
     chooser, counters, _ = choice(LINK, recompute=False)
-    decisions = []
+    choices = []
     for _ in range(40):
         found = chooser.choose(1000, 0, 10)
-        decisions.append(found.decision)
+        choices.append(found.choice)
         if found.tokens:
             chooser.take(found)
         else:
             chooser.refuse(found.reason)
-    loads = decisions.count(Decision.LOAD)
-    assert set(decisions[loads:]) == {Decision.REFUSE}, "load first, then refuse"
+    loads = choices.count(Choice.LOAD)
+    assert set(choices[loads:]) == {Choice.REFUSE}, "load first, then refuse"
     assert 1 < loads < 40
     assert counters == {
-        "restore_decision_load": loads,
+        "restore_choice_load": loads,
         "restore_reason_as_stored": loads,
-        "restore_decision_refuse": 40 - loads,
+        "restore_choice_refuse": 40 - loads,
         "restore_reason_busy_link": 40 - loads,
     }
 
@@ -119,7 +119,7 @@ def test_an_unmeasured_machine_loads_everything_and_says_so() -> None:
     found = chooser.choose(640, 64, 1)
     assert (found.tokens, found.recompute_layers) == (640, PLAN.recompute)
     chooser.take(found)
-    assert counters == {"restore_decision_load": 1, "restore_reason_not_measured": 1}
+    assert counters == {"restore_choice_load": 1, "restore_reason_not_measured": 1}
     assert chooser.backlog == 0.0
     assert chooser.saved_seconds(0, 64, 0, 1) == float("inf") and chooser.block_seconds(DISK) == 0.0
     assert chooser.token_seconds(DISK) == 8 * chooser.token_seconds(HOST)
@@ -196,19 +196,19 @@ DEAR = cost_model(host=1.5e-4, disk=9.0, project=1e-9, prefill=1e-4, overlap=Fal
 
 def test_a_refusal_is_tried_now_and_then_and_counted_apart() -> None:
     chooser, counters, clock = choice(DEAR, recompute=False)
-    decisions = []
+    choices = []
     for _ in range(9):
         clock.now += 1e6
         found = chooser.choose(1024, 0, 64)
-        decisions.append(found.decision)
+        choices.append(found.choice)
         assert found == chooser.choose(1024, 0, 64), "asking changes nothing"
         if found.tokens:
             assert found.recompute_layers == PLAN.recompute and found.copy_seconds > 0
             chooser.take(found)
         else:
             chooser.refuse(found.reason)
-    assert [n for n, decision in enumerate(decisions) if decision is Decision.TRY] == [0, 2, 5]
-    assert counters["restore_decision_try"] == 3 and counters["restore_decision_refuse"] == 6
+    assert [n for n, choice in enumerate(choices) if choice is Choice.TRY] == [0, 2, 5]
+    assert counters["restore_choice_try"] == 3 and counters["restore_choice_refuse"] == 6
     assert counters["restore_reason_fast_compute"] == 9
 
 
@@ -218,20 +218,20 @@ def test_a_refusal_that_the_costs_did_not_decide_brings_no_try_nearer() -> None:
     clock.now += 1e6
     for _ in range(9):
         chooser.refuse(Reason.NO_DEVICE_SLOTS)
-    assert chooser.choose(1024, 0, 64).decision is Decision.REFUSE
+    assert chooser.choose(1024, 0, 64).choice is Choice.REFUSE
     chooser.refuse(Reason.FAST_COMPUTE)
-    assert chooser.choose(1024, 0, 64).decision is Decision.TRY
+    assert chooser.choose(1024, 0, 64).choice is Choice.TRY
 
 
 def test_corrected_costs_decide_from_the_next_request_on() -> None:
     costs = dataclasses.replace(DEAR)
     chooser = RestorePlanner(costs, PLAN, False, Counter(), Clock())
-    assert chooser.choose(1024, 0, 64).decision is Decision.TRY
+    assert chooser.choose(1024, 0, 64).choice is Choice.TRY
     before = chooser.block_seconds(DISK)
     for _ in range(7):
         for resource in (Resource.KV_COPY, Resource.HIDDEN_COPY, Resource.DISK):
             costs.observe({resource: 10.0}, 1.0)
-    assert chooser.choose(1024, 0, 64).decision is Decision.LOAD
+    assert chooser.choose(1024, 0, 64).choice is Choice.LOAD
     assert chooser.block_seconds(DISK) == pytest.approx(before / 10)
 
 
@@ -242,7 +242,7 @@ def test_always_restores_and_fetches_whatever_it_costs() -> None:
     found = chooser.choose(640, 64, 1)
     assert (found.tokens, found.recompute_layers, found.copy_seconds) == (640, PLAN.recompute, 0.0)
     chooser.take(found)
-    assert counters == {"restore_decision_load": 1, "restore_reason_always": 1}
+    assert counters == {"restore_choice_load": 1, "restore_reason_always": 1}
     assert chooser.saved_seconds(0, 64, 0, 1) == float("inf") and chooser.block_seconds(DISK) == 0.0
     assert chooser.tries is None and chooser.try_seconds(0, 99) == 0.0
     assert chooser.token_seconds(HOST) > 0, "ready-first still compares by what things cost"

@@ -97,39 +97,6 @@ def test_the_costs_are_those_of_the_parts(kind: Callable[[Clock], CopyStream]) -
     assert (cost.fingerprint, cost.origin, cost.learned) == ("here", "measured", {})
 
 
-LINK_BYTES_S, CALL_S = 55e9, 10e-6
-"""Of PCIe 5, and what a copy costs the thread that submits it."""
-
-
-class SerialLink(SlowCopyStream):
-    """As pageable memory: a call returns when its copy is done."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        HostCopyStream.copy(self, target, source)
-        self.clock.now += CALL_S + source.numel() / LINK_BYTES_S
-
-
-@pytest.mark.parametrize("part", [256, 1024])
-@pytest.mark.parametrize("beside", [True, False])
-def test_a_fast_link_overlaps_although_a_call_costs_more_than_a_block(
-    part: int, beside: bool
-) -> None:
-    """A block comes in a tenth or in half of the time of a call, so 64 calls took longer than
-    their bytes, and the costs said that nothing can run beside a copy."""
-    clock = Clock()
-    shape = replace(SHAPE, kv_parts=(part, part))
-    link = (
-        ThrottledCopyStream(LINK_BYTES_S, clock, clock.pass_time, CALL_S)
-        if beside
-        else SerialLink(clock)
-    )
-    fast = subject(clock, link, hidden=False)
-    sink = Sink(clock)
-    sink.parts = [torch.zeros((ROWS, part), dtype=torch.uint8) for _ in shape.kv_parts]
-    cost = probe(replace(fast, shape=shape, sink=sink), "here", clock=clock)
-    assert cost.overlap == beside
-
-
 def test_layers_are_written_in_turn_as_in_a_pass() -> None:
     """The rows of a single layer stay in the caches, and copies into it look cheaper than they
     are in a pass."""

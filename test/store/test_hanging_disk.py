@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_hc.capture.snapshots import ScatterQueue
 from sglang_hc.store import executor as executor_module
 from sglang_hc.store import lower_tier
 from sglang_hc.store.block_io import BlockDone
@@ -23,6 +22,7 @@ from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.store.outcome import Outcome
+from sglang_hc.store.scatter_queue import ScatterQueue
 from support.disk_store import (
     LAYOUT,
     Faults,

@@ -12,9 +12,9 @@ from sglang_hc.device.cuda_copies import Ranges, each_range
 
 
 class FakeCopyStream:
-    """Ranges are copied one by one; nothing runs beside the computation; nothing needs pinning."""
+    """Ranges are copied one by one; there is no side stream; nothing needs pinning."""
 
-    batches = True
+    beside_compute = batches = True
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         raise NotImplementedError

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import EvictionPolicy, IsProtected, LruPolicy, make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
-from sglang_hc.queue.fetch_costs import RestoreCosts
+from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.queue_view import QueueRules, QueueView
 from sglang_hc.store.block_io import BlockIo
@@ -78,7 +78,7 @@ def keep(
 class HostQueue(NamedTuple):
     """The host tier, what lies below it, and the requests that wait for blocks of both."""
 
-    window: LookAhead[str]
+    window: LookAhead
     host: HostTier
     disk: LowerTier | None
     queue: QueueView
@@ -91,7 +91,7 @@ def host_queue(
     prefetch: str = "queue",
     clock: Callable[[], float] = time.monotonic,
     *,
-    costs: RestoreCosts = UNKNOWN_COSTS,
+    costs: RestorePlanner = UNKNOWN_COSTS,
     hint_disk: bool = False,
     ready_first: bool = False,
     can_meet: bool = False,
@@ -99,7 +99,7 @@ def host_queue(
 ) -> HostQueue:
     """A waiting queue over an empty host tier. io: the disk; None for none. hint_disk: the disk is
     told which blocks waiting requests need."""
-    window: LookAhead[str] = LookAhead()
+    window = LookAhead()
     host = host_tier(slots, make_policy(eviction, window))
     disk = LowerTier(io, host, clock, on_read) if io is not None else None
     rules = QueueRules(prefetch, ready_first, can_meet)
@@ -110,10 +110,10 @@ def host_queue(
 def queue_over(
     host: HostTier,
     disk: LowerTier | None,
-    window: LookAhead[str],
+    window: LookAhead,
     rules: QueueRules = QueueRules(),  # noqa: B008  it is a tuple
     *,
-    costs: RestoreCosts = UNKNOWN_COSTS,
+    costs: RestorePlanner = UNKNOWN_COSTS,
     hint_disk: bool = False,
 ) -> QueueView:
     """The waiting queue over tiers that exist already."""

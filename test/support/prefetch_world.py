@@ -7,7 +7,8 @@ from collections import Counter
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, IsProtected
-from sglang_hc.queue.fetch_costs import Missing, RestoreCosts
+from sglang_hc.policy.planner import RestorePlanner
+from sglang_hc.queue.fetch_costs import Missing
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.prefetch import Prefetcher
 from sglang_hc.tree.identity import BLOCK_BYTES, BlockPath, Prefix
@@ -104,11 +105,11 @@ class World:
     """A queue over those tiers; admissions come every ten seconds."""
 
     def __init__(
-        self, costs: RestoreCosts, mode: str = "queue", slots: int = 1000, blocks: int = 4
+        self, costs: RestorePlanner, mode: str = "queue", slots: int = 1000, blocks: int = 4
     ) -> None:
         """blocks: of each of the requests that came before."""
         self.below = Tiers(slots)
-        self.prefetcher: Prefetcher[str] = Prefetcher(
+        self.prefetcher = Prefetcher(
             LookAhead(), self.below, costs, (slots, 10_000), mode, Counter()
         )
         for number in range(9):

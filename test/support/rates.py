@@ -2,51 +2,38 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections import Counter
 
-from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import History, Split
-from sglang_hc.policy.tries import Tries
-from sglang_hc.restore.planner import FAR_SECONDS
+from sglang_hc.policy.planner import RestorePlanner
 
 
-class UnknownCosts:
+class UnknownCosts(RestorePlanner):
     """Nothing is measured: whatever is below host memory is fetched, and waited for within
-    bounds. `restore.planner.RestorePlanner` without costs says the same."""
+    bounds."""
 
-    tries: Tries | None = None
-
-    def block_seconds(self, tier: SourceTier) -> float:
-        return 0.0
-
-    def token_seconds(self, tier: SourceTier) -> float:
-        return 1.0 if tier is SourceTier.HOST else FAR_SECONDS
-
-    def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
-        return math.inf
-
-    def try_seconds(self, context: int, new: int) -> float:
-        return 0.0
-
-    def split(self, history: History, decoding: int, can_restore_early: bool) -> Split | None:
-        return None
+    def __init__(self) -> None:
+        super().__init__(None, LayerPlan(0, 0, 1), False, Counter())
 
 
 UNKNOWN_COSTS = UnknownCosts()
 
 
-@dataclass(frozen=True)
 class ConstantRates(UnknownCosts):
     """Seconds to read a block, and prefilled tokens per second; restoring is free.
 
     meets: of what is coming at a request's turn the first half is computed.
     """
 
-    seconds_per_block: float
-    prefill_tokens_per_s: float
-    meets: bool = False
+    def __init__(
+        self, seconds_per_block: float, prefill_tokens_per_s: float, meets: bool = False
+    ) -> None:
+        super().__init__()
+        self.seconds_per_block = seconds_per_block
+        self.prefill_tokens_per_s = prefill_tokens_per_s
+        self.meets = meets
 
     def block_seconds(self, tier: SourceTier) -> float:
         return self.seconds_per_block

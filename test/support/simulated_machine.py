@@ -10,8 +10,8 @@ from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.correction import Resource
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit
-from sglang_hc.policy.restore_plan import Decision, RestorePlan
-from sglang_hc.restore.planner import RestorePlanner
+from sglang_hc.policy.planner import RestorePlanner
+from sglang_hc.policy.restore_plan import Choice, RestorePlan
 
 Noise = Callable[[], float]
 """What the next observed time is multiplied by."""
@@ -81,4 +81,4 @@ class SimulatedMachine:
 
 
 def is_try(plan: RestorePlan) -> bool:
-    return plan.decision is Decision.TRY
+    return plan.choice is Choice.TRY

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.queue.fetch_costs import RestoreCosts
+from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.queue.requests import QueuedPrompt, RequestTable
 from sglang_hc.store.read_watch import OnRead
 from sglang_hc.tools.simulator.jobs import Job, extend_chain
@@ -79,7 +79,7 @@ class ServerSubject:
         eviction: str,
         prefetch: str,
         host_slots: int,
-        costs: RestoreCosts = UNKNOWN_COSTS,
+        costs: RestorePlanner = UNKNOWN_COSTS,
         on_read: OnRead = lambda tier, blocks, seconds: None,
         *,
         can_meet: bool = True,
@@ -186,7 +186,7 @@ class SimulatorSubject:
         eviction: str,
         prefetch: str,
         host_slots: int,
-        costs: RestoreCosts = UNKNOWN_COSTS,
+        costs: RestorePlanner = UNKNOWN_COSTS,
         *,
         device_slots: int = 0,
     ) -> None:

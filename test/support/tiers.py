@@ -13,7 +13,7 @@ import torch
 from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.direct import DeviceRing, DirectRows
 from sglang_hc.capture.saving import DeviceState, HiddenPath
-from sglang_hc.capture.snapshots import ScatterQueue, Snapshots
+from sglang_hc.capture.snapshots import Snapshots
 from sglang_hc.device.copy_stream import CopyStream, HostCopyStream
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.device.gather_scatter import gather, scatter
@@ -25,11 +25,11 @@ from sglang_hc.forms import (
     StateShape,
 )
 from sglang_hc.policy.pins import RetentionPriority, SessionPins
+from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.queue_view import QueueRules
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.path import Recomputer, RestorePath
-from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.block_io import BlockIo, LocalBlockIo
@@ -39,6 +39,7 @@ from sglang_hc.store.host_pool import Bytes, HostPool
 from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.store.read_watch import not_observed
+from sglang_hc.store.scatter_queue import ScatterQueue
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
 from support.decisions import CALLS, Note, note_calls
@@ -181,7 +182,7 @@ def build(
     path = RestorePath(pool, device, staging, recomputer)
     counters: Counter[str] = Counter()
     planner = RestorePlanner(None, plan, recomputer is not None, counters)
-    window: LookAhead[str] = LookAhead()
+    window = LookAhead()
     pins = SessionPins(2 * slots, 1.0)
     tiers = Tiers(
         host,

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hc.capture.snapshots import ScatterQueue
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.overflow import Cut, OverflowRule
 from sglang_hc.queue.lookahead import LookAhead
+from sglang_hc.queue.mover import BlockMover
 from sglang_hc.queue.prefetch import PATIENCE
 from sglang_hc.queue.queue_view import QueueRules, QueueView
 from sglang_hc.queue.requests import QueuedPrompt
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.tiers.mover import BlockMover
+from sglang_hc.store.scatter_queue import ScatterQueue
 from sglang_hc.tree.block_tree import BlockNode, Moved
 from sglang_hc.tree.cuts import EarlierCuts, EarlierPath
 from sglang_hc.tree.identity import BlockPath, Prefix, pack_tokens
@@ -210,7 +210,7 @@ def test_after_a_restart_blocks_come_from_where_they_were_computed(lost: bool) -
 @pytest.mark.parametrize("disk", [False, True])
 def test_a_request_waits_until_its_state_has_moved(disk: bool) -> None:
     world = World(disk=disk)
-    window: LookAhead[str] = LookAhead()
+    window = LookAhead()
     view = QueueView(world.host, world.disk, window, QueueRules(), UNKNOWN_COSTS, mover=world.mover)
     world.compute(0, 440)
     if disk:
@@ -234,7 +234,7 @@ def test_without_a_disk_a_wait_ends_on_the_clock_of_decisions() -> None:
     """Ranks that looked at their own clocks gave up in different passes, and then ran different
     batches."""
     world = World(disk=False)
-    window: LookAhead[str] = LookAhead()
+    window = LookAhead()
     view = QueueView(world.host, None, window, QueueRules(), UNKNOWN_COSTS, mover=world.mover)
     world.compute(0, 440)
     cut = RULE.cut(480, None)

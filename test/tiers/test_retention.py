@@ -24,7 +24,7 @@ class World:
 
     def __init__(self, policy: str) -> None:
         self.now = 0.0
-        self.window: LookAhead[str] = LookAhead()
+        self.window = LookAhead()
         pins = SessionPins.sized_for(SLOTS)
         held = make_policy(policy, self.window, pinned=pins)
         self.host = host_tier(SLOTS, held, TimeToLive(100.0))

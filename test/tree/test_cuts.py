@@ -106,7 +106,7 @@ def test_a_pin_behind_a_cut_is_its_clients() -> None:
     clock = 0.0
     host = HostTier(BlockTree(FINGERPRINT), 64, LruPolicy())
     pins = SessionPins(8, 60.0)
-    priority = RetentionPriority(LookAhead[str](), pins)
+    priority = RetentionPriority(LookAhead(), pins)
     retention = Retention(host, None, pins, priority, lambda: clock)
     spaces = [namespace_of("tenant", None, whole(0, n)) for n in (300, 900)]
     for space, kept in spaces:

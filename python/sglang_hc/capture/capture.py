@@ -27,12 +27,12 @@ import torch
 
 from sglang_hc.capture.direct import DirectRows
 from sglang_hc.capture.saving import DeviceState, PassRows, kv_rows
-from sglang_hc.capture.snapshots import ScatterQueue
 from sglang_hc.capture.verified import Held
 from sglang_hc.device.gather_scatter import word
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
 from sglang_hc.queue.requests import Serial
 from sglang_hc.store.executor import CopyRows, RowSpan
+from sglang_hc.store.scatter_queue import ScatterQueue
 from sglang_hc.tree.block_tree import BlockNode, PathMatch
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import TOKEN_BYTES, Prefix

@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_hc.capture.snapshots import Fill, ScatterQueue, shifted
-from sglang_hc.device.copy_stream import CopyStream, Event
+from sglang_hc.capture.snapshots import Fill, shifted
+from sglang_hc.device.copy_stream import CopyStream
 from sglang_hc.store.executor import RowSpan
 from sglang_hc.store.host_pool import Bytes
+from sglang_hc.store.scatter_queue import Event, ScatterQueue
 
 _PIECES = 4
 """The ring is handed out in this many parts, so that copies run beside the gathering."""

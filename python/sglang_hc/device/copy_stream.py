@@ -23,17 +23,7 @@ from sglang_hc.device.cuda_copies import (
     each_range,
 )
 from sglang_hc.device.pinning import PinnedMemory
-
-
-class Event(Protocol):
-    """A point in a copy stream, or in the compute work (`CopyStream.computed`)."""
-
-    def done(self) -> bool:
-        """Everything enqueued before the event has happened. Never waits."""
-
-    def wait(self) -> None:
-        """Block the host until `done`."""
-
+from sglang_hc.store.scatter_queue import Event
 
 SideStream = Callable[[], AbstractContextManager[Any]]
 """Makes a context in which a stream beside the compute stream takes the place of "compute": for the
@@ -42,6 +32,9 @@ work submitted inside, and for the copy stream's `computed` and `before_compute`
 
 class CopyStream(Protocol):
     """A queue of copies. All methods belong to one thread and return at once."""
+
+    beside_compute: bool
+    """Copies run while the device computes; else each is over when its call returns."""
 
     batches: bool
     """`copy_ranges` takes this thread about as long as one `copy`, however many ranges it has."""
@@ -96,6 +89,7 @@ class _Done:
 class HostCopyStream:
     """Copy stream of a machine without an accelerator: every copy happens at once."""
 
+    beside_compute = False
     batches = True
     _event = _Done()
 
@@ -148,6 +142,8 @@ class CudaCopyStream:
 
     Buffers must outlive their copies, because the caching allocator does not know this stream.
     """
+
+    beside_compute = True
 
     def __init__(self, shared: CudaDevice) -> None:
         self._shared = shared

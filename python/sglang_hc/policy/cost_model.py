@@ -109,10 +109,6 @@ class CostModel:
         seconds = stored.kv * self.copy_kv(tier, tokens)
         return seconds + (stored.hidden * self.copy_hidden(tier, tokens) if stored.hidden else 0.0)
 
-    def copy_token(self, tier: SourceTier, stored: LayerPlan) -> float:
-        """As `copy_stored`, for one token of a long history."""
-        return self.copy_stored(tier, stored, LONG_HISTORY) / LONG_HISTORY
-
     def copy_hidden(self, tier: SourceTier, tokens: int) -> float:
         """Seconds for `tokens` hidden states of a layer, see `TierCopy`; infinite without a HIDDEN
         form."""

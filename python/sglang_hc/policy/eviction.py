@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
@@ -70,19 +71,15 @@ class PinnedBlocks(Protocol):
         """Call `listener(block_id)` after each change of `is_pinned`."""
 
 
+@dataclass(eq=False, slots=True)
 class Entry(Generic[B]):
-    """A block in its tier. `stamp`: number of the one heap item that stands for it; 0 for none.
+    """A block in its tier. used: tick of its policy. stamp: number of the one heap item that stands
+    for it; 0 for none. since: clock of the duels at the last use, for `QueuePolicy`."""
 
-    used: tick of its policy. since: clock of the duels at the last use, for `QueuePolicy`.
-    """
-
-    __slots__ = ("block", "since", "stamp", "used")
-
-    def __init__(self, block: B, tick: int) -> None:
-        self.block = block
-        self.stamp = 0
-        self.used = tick
-        self.since = 0
+    block: B
+    used: int
+    stamp: int = 0
+    since: int = 0
 
 
 Item = tuple[Key, int, Entry[B]]

@@ -20,10 +20,6 @@ NonNegative = Annotated[float, Meta(ge=0)]
 """Checked where a profile file is read."""
 
 
-class FitError(ValueError):
-    """Samples that cannot be fitted. The message is for users."""
-
-
 @dataclass(frozen=True)
 class Fit:
     """Seconds for one kind of work by its tokens: max(floor, fixed + per_token * new + per_pair *
@@ -71,7 +67,7 @@ class Fit:
 def fit_line(samples: Sequence[tuple[int, float]]) -> Fit:
     """Line through (tokens, seconds).
 
-    Raises FitError for fewer than two different sizes or for nonsense numbers.
+    Raises ValueError for fewer than two different sizes or for nonsense numbers.
     """
     return _fit([(tokens, 0, seconds) for tokens, seconds in samples], 2)
 
@@ -80,7 +76,7 @@ def fit_prefill(samples: Sequence[tuple[int, int, float]]) -> Fit:
     """Prefill cost through samples of (new tokens, context tokens, seconds), one layer each.
 
     What a context costs besides its pairs shows when different numbers of new tokens are behind
-    contexts; from other samples it is not fitted. Raises FitError for fewer than three different
+    contexts; from other samples it is not fitted. Raises ValueError for fewer than three different
     (new, context) or for nonsense numbers.
     """
     behind = {new for new, context, _ in samples if context}
@@ -103,13 +99,13 @@ def _fit(samples: Sequence[tuple[int, int, float]], coefficients: int) -> Fit:
 def _check(samples: Sequence[tuple[int, int, float]], needed: int) -> None:
     sizes = {(new, context) for new, context, _ in samples}
     if len(sizes) < needed:
-        raise FitError(f"a fit needs samples of {needed} different sizes, got {len(sizes)}")
+        raise ValueError(f"a fit needs samples of {needed} different sizes, got {len(sizes)}")
     for new, context, second in samples:
         size = f"{new} tokens behind {context}"
         if new < 1 or context < 0:
-            raise FitError(f"a sample has the impossible size {size}")
+            raise ValueError(f"a sample has the impossible size {size}")
         if not math.isfinite(second) or second <= 0:
-            raise FitError(f"the sample of {size} took {second} seconds; it must be positive")
+            raise ValueError(f"the sample of {size} took {second} seconds; it must be positive")
 
 
 def _nonnegative_least_squares(

@@ -176,17 +176,13 @@ def _explain(
         others["hidden only"] = LayerPlan(0, layers, 0)
 
     def shown(way: LayerPlan) -> str:
-        return _ms(served_seconds(cost, way, tier, history, 0))
+        return f"{1e3 * served_seconds(cost, way, tier, history, 0):.3g} ms"
 
     rivals = ", ".join(f"{name} {shown(way)}" for name, way in others.items())
     return (
         f"{history} tokens from {tier.value} in {shown(plan)} ({rivals}), "
         f"{stored_bytes(plan, shape)} bytes a token"
     )
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
 
 
 def _worst_ratios(

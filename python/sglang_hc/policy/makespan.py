@@ -87,13 +87,3 @@ def makespan(times: LayerTimes, plan: LayerPlan) -> float:
     """Seconds until the last layer is restored and, if `new` > 0, the new tokens are through it."""
     work, chain = work_and_chain(times, plan.recompute, plan.hidden, plan.kv)
     return max(work, chain)
-
-
-def busy(times: LayerTimes, plan: LayerPlan) -> tuple[float, float]:
-    """Seconds that (copy, compute) work for this plan, the new tokens included."""
-    copy = plan.kv * times.copy_kv
-    compute = plan.recompute * times.recompute + plan.num_layers * times.new
-    if plan.hidden:
-        copy += plan.hidden * times.copy_hidden
-        compute += plan.hidden * times.project
-    return copy, compute

@@ -172,10 +172,8 @@ class _Ways:
 
     def works_longer(self, head: int) -> bool:
         """As `computes_longer`, when the rest is restored meanwhile."""
-        return self._work(head) >= self._read(head)
-
-    def _work(self, head: int) -> float:
-        return self._compute(head) + self._restore(self._rest(head))
+        work = self._compute(head) + self._restore(self._rest(head))
+        return work >= self._read(head)
 
     def _rest(self, head: int) -> int:
         return self.coming - head + self._history.held

@@ -28,7 +28,7 @@ from sglang_hc.policy.cost_model import LONG_HISTORY, CostModel, SourceTier
 from sglang_hc.policy.makespan import LayerTimes, work_and_chain
 
 
-class Decision(enum.Enum):
+class Choice(enum.Enum):
     """What is done with the stored state; those that load more come first."""
 
     LOAD = "load"
@@ -70,7 +70,7 @@ class Reason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """One decision.
+    """What is done for one host match, and why.
 
     tokens: how many tokens are restored: all, or 0 when refused; for a try perhaps a part.
     recompute_layers: layers 0..n-1 of them are recomputed, the others loaded.
@@ -81,7 +81,7 @@ class RestorePlan:
     skips_hidden: some layers are stored in HIDDEN form, but by the costs none of them is loaded.
     """
 
-    decision: Decision
+    choice: Choice
     reason: Reason
     tokens: int
     recompute_layers: int
@@ -110,9 +110,9 @@ def plan_restore(
     """
     fastest = partial(_fastest, cost, stored, context, new, allow_recompute)
     plan = fastest(tokens, backlog)
-    if plan.decision is Decision.LOAD or plan.reason is Reason.NOTHING_STORED:
+    if plan.choice is Choice.LOAD or plan.reason is Reason.NOTHING_STORED:
         return plan
-    return replace(plan, reason=_why(fastest, tokens, backlog, plan.decision))
+    return replace(plan, reason=_why(fastest, tokens, backlog, plan.choice))
 
 
 def _fastest(
@@ -127,16 +127,16 @@ def _fastest(
     """The fastest candidate. Reasons other than AS_STORED and NOTHING_STORED are not looked for."""
     refused = stored.num_layers * cost.prefill_layer(tokens + new, context)
     if tokens == 0 or stored.recompute == stored.num_layers:
-        return RestorePlan(Decision.REFUSE, Reason.NOTHING_STORED, 0, 0, refused, refused)
+        return RestorePlan(Choice.REFUSE, Reason.NOTHING_STORED, 0, 0, refused, refused)
     times = cost.layer_times(SourceTier.HOST, tokens, context=context, new=new, start=backlog)
     loaded = max(work_and_chain(times, stored.recompute, stored.hidden, stored.kv))
     seconds, layers = loaded, stored.recompute
     if allow_recompute:
         seconds, layers = best_prefix(times, stored)
     if seconds >= refused:  # on a tie nothing is loaded: that keeps the link free
-        return RestorePlan(Decision.REFUSE, Reason.AS_STORED, 0, 0, refused, loaded)
-    decision = Decision.RECOMPUTE_MORE if layers > stored.recompute else Decision.LOAD
-    return RestorePlan(decision, Reason.AS_STORED, tokens, layers, seconds, loaded)
+        return RestorePlan(Choice.REFUSE, Reason.AS_STORED, 0, 0, refused, loaded)
+    choice = Choice.RECOMPUTE_MORE if layers > stored.recompute else Choice.LOAD
+    return RestorePlan(choice, Reason.AS_STORED, tokens, layers, seconds, loaded)
 
 
 def best_prefix(times: LayerTimes, stored: LayerPlan) -> tuple[float, int]:
@@ -167,13 +167,13 @@ def best_prefix(times: LayerTimes, stored: LayerPlan) -> tuple[float, int]:
 
 
 def _why(
-    fastest: Callable[[int, float], RestorePlan], tokens: int, backlog: float, decision: Decision
+    fastest: Callable[[int, float], RestorePlan], tokens: int, backlog: float, choice: Choice
 ) -> Reason:
     """The first circumstance whose removal makes more of what is stored worth loading."""
-    order = tuple(Decision)
+    order = tuple(Choice)
 
     def more_loaded(tokens: int) -> bool:
-        return order.index(fastest(tokens, 0.0).decision) < order.index(decision)
+        return order.index(fastest(tokens, 0.0).choice) < order.index(choice)
 
     if backlog > 0 and more_loaded(tokens):
         return Reason.BUSY_LINK

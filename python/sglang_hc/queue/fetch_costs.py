@@ -6,53 +6,18 @@ Pure: no clock, no I/O. `prefetch.Prefetcher` decides with these.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, IsProtected
-from sglang_hc.policy.meeting import History, Split
-from sglang_hc.policy.tries import Tries
+from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.queue.lookahead import RunningMean
+from sglang_hc.queue.requests import Serial
 from sglang_hc.tree.identity import BlockPath
-
-K_contra = TypeVar("K_contra", bound=Hashable, contravariant=True)
-"""Name of a request."""
-
-
-class SplitCosts(Protocol):
-    """Prices a history that is on its way."""
-
-    def split(self, history: History, decoding: int, can_restore_early: bool) -> Split | None:
-        """The best meeting point while so many requests decode; None when costs are not known.
-        can_restore_early: see `best_split`."""
-
-
-class RestoreCosts(SplitCosts, Protocol):
-    """Seconds that are weighed against each other."""
-
-    def block_seconds(self, tier: SourceTier) -> float:
-        """To host memory, for one block of many; 0 when the speed is not known, and for a block
-        that host memory has elsewhere."""
-
-    def token_seconds(self, tier: SourceTier) -> float:
-        """To the device, for one token of many; ready-first compares requests by it."""
-
-    def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
-        """By how much sooner a request of `new` further tokens starts when `fetched` tokens are in
-        host memory too: behind `host` ones there and `context` ones on the device. Negative when
-        restoring them would be slower than recomputing them."""
-
-    @property
-    def tries(self) -> Tries | None:
-        """When a fetch that is not worth it is made all the same; None where the costs are not
-        doubted."""
-
-    def try_seconds(self, context: int, new: int) -> float:
-        """Longest that a request of `new` tokens behind `context` ones waits for such a fetch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +38,7 @@ class Missing:
     def count(self) -> int:
         return len(self.sources)
 
-    def saved(self, costs: RestoreCosts, first: int, end: int) -> float:
+    def saved(self, costs: RestorePlanner, first: int, end: int) -> float:
         """Seconds by which the request starts sooner when host memory has `end` blocks of the path
         and not only `first`; negative when it is better off without, or the device has them."""
         known = max(first * BLOCK_TOKENS, self.on_device)
@@ -85,7 +50,7 @@ class Missing:
 
     def in_time(
         self,
-        costs: RestoreCosts,
+        costs: RestorePlanner,
         reading: Callable[[SourceTier], int],
         first: int,
         end: int,
@@ -108,21 +73,21 @@ class Missing:
             begin += blocks
         return stop, late
 
-    def try_seconds(self, costs: RestoreCosts) -> float:
+    def try_seconds(self, costs: RestorePlanner) -> float:
         """Longest that the request waits for a fetch that is a try; it counts as one that would
         have to compute all that the device lacks."""
         new = max(1, self.path.prefix.num_tokens - self.on_device)
         return costs.try_seconds(self.on_device, new)
 
 
-class Below(Protocol[K_contra]):
+class Below(Protocol):
     """The tiers, as the prefetcher sees them."""
 
     @property
     def coming(self) -> Collection[bytes]:
         """Identities of the blocks that are on their way to host memory."""
 
-    def missing(self, request: K_contra) -> Missing | None:
+    def missing(self, request: Serial) -> Missing | None:
         """What a fetch would bring for a waiting request. None: not known yet, but soon."""
 
     def in_host(self, block_id: bytes) -> bool:
@@ -133,7 +98,7 @@ class Below(Protocol[K_contra]):
 
     def start(
         self,
-        request: K_contra,
+        request: Serial,
         missing: Missing,
         first: int,
         count: int,
@@ -144,7 +109,7 @@ class Below(Protocol[K_contra]):
 
     def meet(
         self,
-        request: K_contra,
+        request: Serial,
         missing: Missing,
         end: int,
         is_protected: IsProtected[Block] | None,

@@ -1,21 +1,10 @@
 """One record for each block in motion, and one for each request that has some.
 
-    WANTED     below host memory, and not asked for
-    READING    on its way into a host slot (`tree/promotions.py`)
-    HERE       in host memory
-    RESTORING  written to device slots of its own; counts if its bytes keep their place in host
-               memory until they are copied. A block of the tree is pinned so long: it is RESTORED
-               at once
-    RESTORED   in these slots, until its request is loaded
-    LOST       will not come, or is not needed any more
-
-                                           .--- room is needed ---.--------------.
-                                           v                      |              |
-    WANTED --asked--> READING --came--> HERE --slots--> RESTORING --copied--> RESTORED
-                         |                |                      |
-                         |             given up                  |
-                         |                v                      |
-                         `---failed---> LOST <---left its place--'
+A block is asked for (`tree/promotions.py`), is here when it is in host memory, and may then be
+written to device slots of its own until its request is loaded. A block of the tree is pinned while
+it is copied there. Of another one the bytes may lose their place in host memory meanwhile, so what
+was written counts when it is proven to have been copied before. A lost block will not come, or lost
+its place.
 
 Fetching before a request's turn (`prefetch.py`), meeting in the middle (`meeting.py`) and restoring
 ahead of a request's pass (`srt/tree/ahead.py`) are policies over these. Belongs to the scheduler
@@ -24,23 +13,12 @@ thread.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.promotions import Promotion
-
-
-class BlockState(enum.Enum):
-    """See the module. What is WANTED has no record."""
-
-    READING = enum.auto()
-    HERE = enum.auto()
-    RESTORING = enum.auto()
-    RESTORED = enum.auto()
-    LOST = enum.auto()
 
 
 @dataclass(eq=False, slots=True)
@@ -55,20 +33,13 @@ class BlockLoad:
     proven: bool = False
 
     @property
-    def state(self) -> BlockState:
-        if self.proven:
-            return BlockState.RESTORED
-        if self.promotion is not None and self.promotion.lost:
-            return BlockState.LOST
-        if self.rows is not None:
-            return BlockState.RESTORING
-        done = self.promotion is None or self.promotion.done
-        return BlockState.HERE if done else BlockState.READING
+    def is_lost(self) -> bool:
+        return not self.proven and self.promotion is not None and self.promotion.lost
 
     @property
     def is_here(self) -> bool:
         """In host memory, or further."""
-        return self.state not in (BlockState.READING, BlockState.LOST)
+        return self.proven or self.promotion is None or self.promotion.is_good
 
     def write_to(self, rows: Any, node: BlockNode, *, proven: bool) -> None:
         """It is about to be written to these device slots."""

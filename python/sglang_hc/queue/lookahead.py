@@ -13,15 +13,11 @@ one place that compares it with the queue of the pass before.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Generic, TypeVar
 
-from sglang_hc.queue.requests import RequestTable, departed, without
-
-K = TypeVar("K", bound=Hashable)
-"""Name of a request."""
+from sglang_hc.queue.requests import RequestTable, Serial, departed, without
 
 EVICTION_STRETCH = 4.0
 """Eviction windows in use are this many times the paper's (C_mem + C_disk) / S_kv.
@@ -60,17 +56,17 @@ def window_length(capacity_bytes: float, mean_bytes: float) -> int:
 
 
 @dataclass(frozen=True)
-class QueueChange(Generic[K]):
+class QueueChange:
     """What a pass changed, in queue order. departed: requests that are no longer in the queue.
     entered, left: those that came into the window and those that left it, whether or not they have
     left the queue."""
 
-    departed: Sequence[K] = ()
-    entered: Sequence[K] = ()
-    left: Sequence[K] = ()
+    departed: Sequence[Serial] = ()
+    entered: Sequence[Serial] = ()
+    left: Sequence[Serial] = ()
 
 
-class LookAhead(Generic[K]):
+class LookAhead:
     """The order of the waiting queue; which blocks its first requests, those inside the eviction
     window, need, and how soon.
 
@@ -80,25 +76,25 @@ class LookAhead(Generic[K]):
     """
 
     def __init__(self) -> None:
-        self.requests: RequestTable[K] = RequestTable()
-        self.queue: tuple[K, ...] = ()
+        self.requests = RequestTable()
+        self.queue: tuple[Serial, ...] = ()
         """The queue of the last `update`, without those who have left the window since."""
         self._length = 0
         self._users: dict[bytes, list[float]] = {}
         self._listeners: list[Callable[[Sequence[bytes]], None]] = []
 
     @property
-    def order(self) -> Sequence[K]:
+    def order(self) -> Sequence[Serial]:
         """Requests of the window, head first."""
         return self.queue[: self._length]
 
     def __len__(self) -> int:
         return self._length
 
-    def __contains__(self, request: K) -> bool:
+    def __contains__(self, request: Serial) -> bool:
         return self.rank(request) is not None
 
-    def rank(self, request: K) -> float | None:
+    def rank(self, request: Serial) -> float | None:
         """Place of a request; smaller is sooner. None outside the window."""
         record = self.requests.get(request)
         return None if record is None else record.rank
@@ -113,8 +109,8 @@ class LookAhead(Generic[K]):
         self._listeners.append(listener)
 
     def update(
-        self, queue: Sequence[K], length: int, blocks_of: Callable[[K], Sequence[bytes]]
-    ) -> QueueChange[K]:
+        self, queue: Sequence[Serial], length: int, blocks_of: Callable[[Serial], Sequence[bytes]]
+    ) -> QueueChange:
         """Look at the first `length` requests of the waiting queue, the next to be served first.
 
         `blocks_of` is asked once per request, when it enters, and gives distinct block ids. Records
@@ -152,7 +148,7 @@ class LookAhead(Generic[K]):
         self._place(entered if grown else [r for r in window if r not in self], appended=grown)
         return QueueChange([old[at] for at in gone], entered, left)
 
-    def leave(self, request: K) -> None:
+    def leave(self, request: Serial) -> None:
         """The request waits no longer: it leaves the window and its record ends. The one place
         where a request leaves. Nothing happens if it is unknown."""
         if request in self:
@@ -174,7 +170,7 @@ class LookAhead(Generic[K]):
                 insort(expected.setdefault(block_id, []), rank)
         assert expected == self._users
 
-    def _moved(self, new: Sequence[K]) -> list[K]:
+    def _moved(self, new: Sequence[Serial]) -> list[Serial]:
         """The fewest requests that must change their rank for the new order."""
         stayed = [(rank, request) for request in new if (rank := self.rank(request)) is not None]
         ranks = [rank for rank, _ in stayed]
@@ -183,7 +179,7 @@ class LookAhead(Generic[K]):
         kept = _longest_increasing(ranks)
         return [request for i, (_, request) in enumerate(stayed) if i not in kept]
 
-    def _place(self, waiting: list[K], *, appended: bool) -> None:
+    def _place(self, waiting: list[Serial], *, appended: bool) -> None:
         """Give ranks to the requests that have none, between their neighbours in the order."""
         if not waiting:
             return
@@ -207,7 +203,7 @@ class LookAhead(Generic[K]):
         for rank, request in enumerate(self.order, 1):
             self._announce(request, float(rank))
 
-    def _announce(self, request: K, rank: float) -> None:
+    def _announce(self, request: Serial, rank: float) -> None:
         """The request takes this rank; whoever listens is told of each block's sooner use."""
         users_of, record = self._users, self.requests[request]
         record.rank = rank
@@ -223,7 +219,7 @@ class LookAhead(Generic[K]):
             changed.append(block_id)
         self._tell(changed)
 
-    def _withdraw(self, request: K) -> None:
+    def _withdraw(self, request: Serial) -> None:
         """The request loses its rank."""
         users_of, record = self._users, self.requests[request]
         assert record.rank is not None
@@ -268,11 +264,11 @@ def _longest_increasing(values: Sequence[float]) -> set[int]:
     return kept
 
 
-def _between(order: Sequence[tuple[K, float | None]]) -> list[tuple[K, float | None]]:
+def _between(order: Sequence[tuple[Serial, float | None]]) -> list[tuple[Serial, float | None]]:
     """Ranks for the requests of (request, rank) in `order` that have none; None when the gap
     between two ranks is used up."""
-    placed: list[tuple[K, float | None]] = []
-    run: list[K] = []
+    placed: list[tuple[Serial, float | None]] = []
+    run: list[Serial] = []
     below: float | None = None
     for request, rank in order:
         if rank is None:

@@ -16,23 +16,22 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import History, Span
+from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.restore_plan import Reason
-from sglang_hc.queue.fetch_costs import Missing, SplitCosts
-from sglang_hc.queue.loads import BlockLoad, BlockState, Load
+from sglang_hc.queue.fetch_costs import Missing
+from sglang_hc.queue.loads import BlockLoad, Load
 from sglang_hc.queue.prefetch import PATIENCE
+from sglang_hc.queue.requests import Serial
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.identity import Prefix
 from sglang_hc.tree.promotions import Promotion, Promotions
-
-K = TypeVar("K", bound=Hashable)
-"""Name of a request."""
 
 LEAST_TOKENS = BLOCK_TOKENS
 """Computed at least when the rest is not here yet, and twice as many each time that nothing came
@@ -89,7 +88,7 @@ class Meeting:
         tree: BlockTree,
         coming: Promotions,
         reads: TailReads,
-        costs: SplitCosts,
+        costs: RestorePlanner,
     ) -> None:
         """sources: where each block from `first` on lies. coming: where what `reads` begin waits
         for its parent."""
@@ -263,11 +262,8 @@ class Meeting:
 
     def _lost_up_to(self, block: int) -> int:
         """Tokens up to the end of the last block, from `block` on, that will not come; else 0."""
-        for index in reversed(range(block, self.end)):
-            found = self._blocks.get(index)
-            if found is not None and found.state is BlockState.LOST:
-                return (index + 1) * BLOCK_TOKENS
-        return 0
+        lost = (n for n, found in self._blocks.items() if n >= block and found.is_lost)
+        return BLOCK_TOKENS * (max(lost, default=-1) + 1)
 
     def _may_wait(self, seconds: float, now: float) -> bool:
         """Whether what is missing may still be waited for, where that is faster than computing a
@@ -277,14 +273,14 @@ class Meeting:
         return now < self._wait_until
 
 
-class Meetings(Generic[K]):
+class Meetings:
     """The meetings of one waiting queue: one at a time. decoding: requests that decode now; whoever
     makes the passes says so."""
 
     def __init__(
         self,
         tree: BlockTree,
-        costs: SplitCosts,
+        costs: RestorePlanner,
         counters: Counter[str],
         clock: Callable[[], float],
         on_end: Callable[[], object],
@@ -296,11 +292,11 @@ class Meetings(Generic[K]):
         self._costs = costs
         self._counters = counters
         self._clock = clock
-        self._met: tuple[K, Meeting] | None = None
+        self._met: tuple[Serial, Meeting] | None = None
         self._on_end = on_end
 
     @property
-    def current(self) -> tuple[K | None, Meeting | None]:
+    def current(self) -> tuple[Serial | None, Meeting | None]:
         """The request that meets its history now, and its meeting."""
         return self._met or (None, None)
 
@@ -309,13 +305,13 @@ class Meetings(Generic[K]):
         """Whether a request meets its history now."""
         return self._met is not None
 
-    def of(self, name: K) -> Meeting | None:
+    def of(self, name: Serial) -> Meeting | None:
         """The meeting of this request, waiting or admitted; None when it has none."""
         return self._met[1] if self._met is not None and self._met[0] == name else None
 
     def begin(
         self,
-        name: K,
+        name: Serial,
         missing: Missing,
         end: int,
         coming: Promotions,
@@ -345,7 +341,7 @@ class Meetings(Generic[K]):
         self._counters[f"restore_reason_{Reason.SLOW_TIER.value}"] += 1
         return True
 
-    def may_begin(self, name: K, head: int) -> bool:
+    def may_begin(self, name: Serial, head: int) -> bool:
         """Whether a request that could be admitted now is, when `head` of its tokens are there. It
         is not while it waits for what comes. Otherwise its source goes on, see `Meeting.wait`."""
         step, meeting = self.next(name, head), self.of(name)
@@ -353,7 +349,7 @@ class Meetings(Generic[K]):
             meeting.wait(head)
         return step.action is not Action.WAIT
 
-    def next(self, name: K, head: int) -> Step:
+    def next(self, name: Serial, head: int) -> Step:
         """See `Meeting.next`; OVER for a request without one. A meeting that is over is closed."""
         meeting = self.of(name)
         if meeting is None:
@@ -363,7 +359,7 @@ class Meetings(Generic[K]):
             self.end(name)
         return step
 
-    def join(self, name: K, head: int) -> Sequence[BlockNode] | None:
+    def join(self, name: Serial, head: int) -> Sequence[BlockNode] | None:
         """See `Meeting.join`. The meeting of the request, which has one, is over."""
         meeting = self.of(name)
         assert meeting is not None
@@ -372,7 +368,7 @@ class Meetings(Generic[K]):
         self.end(name)
         return nodes
 
-    def end(self, name: K) -> None:
+    def end(self, name: Serial) -> None:
         """The request needs no more of its stored history. Nothing happens if it has no meeting."""
         meeting = self.of(name)
         if meeting is not None:

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Generic, TypeVar
 
 from sglang_hc.policy.eviction import Block, IsProtected
-from sglang_hc.queue.fetch_costs import Below, Missing, RestoreCosts, TurnEstimate
+from sglang_hc.policy.planner import RestorePlanner
+from sglang_hc.queue.fetch_costs import Below, Missing, TurnEstimate
 from sglang_hc.queue.lookahead import EVICTION_STRETCH, LookAhead, RunningMean, window_length
-from sglang_hc.queue.requests import QueuedPrompt, not_told
+from sglang_hc.queue.requests import QueuedPrompt, Serial, not_told
 
 PATIENCE = 5.0
 """Most seconds a request is passed over for one fetch before it recomputes instead."""
@@ -43,8 +43,6 @@ QUIET_PASSES = 16
 """After so many passes without an event the tiers are looked at anyway: a block may have lost its
 last user without an event, and can make room now."""
 
-K = TypeVar("K", bound=Hashable)
-
 
 def reserve_slots(num_slots: int, mean_blocks: float) -> int:
     """Host slots kept free by early eviction, so that a prefetch never waits for one.
@@ -54,7 +52,7 @@ def reserve_slots(num_slots: int, mean_blocks: float) -> int:
     return min(num_slots // 16, max(1, int(2 * mean_blocks)))
 
 
-class Prefetcher(Generic[K]):
+class Prefetcher:
     """Look-ahead over one waiting queue: its windows, the fetches of a pass, the wait at a turn.
 
     mode: `queue` (requests are looked at as they enter the prefetch window), `on-arrival` (when
@@ -63,9 +61,9 @@ class Prefetcher(Generic[K]):
 
     def __init__(
         self,
-        window: LookAhead[K],
-        below: Below[K],
-        costs: RestoreCosts,
+        window: LookAhead,
+        below: Below,
+        costs: RestorePlanner,
         slots: tuple[int, int],
         mode: str,
         counters: Counter[str],
@@ -83,7 +81,7 @@ class Prefetcher(Generic[K]):
         self._host_slots, self._disk_slots = slots
         self._stretch = stretch
         self._mean = RunningMean()
-        self._unseen: dict[K, None] = {}  # to be looked at, in the order they came
+        self._unseen: dict[Serial, None] = {}  # to be looked at, in the order they came
         self._quiet = 0
 
     # -- windows ---------------------------------------------------------------------------------
@@ -107,8 +105,8 @@ class Prefetcher(Generic[K]):
     # -- what happens to requests and blocks -----------------------------------------------------
 
     def on_schedule_step(
-        self, queue: Sequence[K], needs: Callable[[K], Sequence[bytes]]
-    ) -> Sequence[K]:
+        self, queue: Sequence[Serial], needs: Callable[[Serial], Sequence[bytes]]
+    ) -> Sequence[Serial]:
         """The waiting requests, the next to be served first; once per pass, at its top. Returns
         those that have left the queue since the last pass; call `admitted` or `cancel` for each.
 
@@ -123,32 +121,32 @@ class Prefetcher(Generic[K]):
             self._quiet = 0
         return change.departed
 
-    def arrived(self, request: K, look: Callable[[], QueuedPrompt] = not_told) -> None:
+    def arrived(self, request: Serial, look: Callable[[], QueuedPrompt] = not_told) -> None:
         """A request was queued, or queued again. See `RequestTable.arrived`."""
         self.cancel(request)
         self.requests.arrived(request, look)
         if self.mode != "off":
             self._unseen[request] = None
 
-    def admitted(self, requests: Collection[K], now: float) -> None:
+    def admitted(self, requests: Collection[Serial], now: float) -> None:
         """These were admitted in one pass; they wait for nothing any more."""
         self.turns.admitted(len(requests), now)
         for request in requests:
             self.cancel(request)
 
-    def finished(self, request: K, blocks: int) -> None:
+    def finished(self, request: Serial, blocks: int) -> None:
         """A request of so many blocks is over; its size is the next sample of S_kv."""
         self._mean.add(max(1, blocks))
         self.cancel(request)
 
-    def cancel(self, request: K) -> None:
+    def cancel(self, request: Serial) -> None:
         """The request has left the queue, whoever admitted it, or is over. Nobody waits any more
         for its blocks."""
         self._quiet = 0
         self._unseen.pop(request, None)
         self.window.leave(request)
 
-    def give_up(self, request: K) -> None:
+    def give_up(self, request: Serial) -> None:
         """Nothing more is fetched for this request: it is served with what is there."""
         self.requests.stop_waiting(request)
         self._unseen.pop(request, None)
@@ -156,7 +154,7 @@ class Prefetcher(Generic[K]):
         record.patience = record.wait_until = None
         record.fetches_over = True
 
-    def complete(self, block_ids: Iterable[bytes]) -> dict[K, int]:
+    def complete(self, block_ids: Iterable[bytes]) -> dict[Serial, int]:
         """Blocks are in host memory. Returns the requests that waited for them, and for how many
         of them each."""
         self._quiet = 0
@@ -191,7 +189,7 @@ class Prefetcher(Generic[K]):
         if len(chosen) == LOOKED_AT:
             self._quiet = 0
 
-    def _candidates(self) -> Iterator[tuple[float, K, Missing]]:
+    def _candidates(self) -> Iterator[tuple[float, Serial, Missing]]:
         """(seconds to its turn, request, what it lacks) of the requests that may lack blocks."""
         for turn_in, request in self._to_look_at():
             missing = self._below.missing(request)
@@ -204,7 +202,7 @@ class Prefetcher(Generic[K]):
             else:
                 self._reached(request, missing, missing.first)
 
-    def _to_look_at(self) -> Iterator[tuple[float, K]]:
+    def _to_look_at(self) -> Iterator[tuple[float, Serial]]:
         unseen = self._unseen
         if self.mode == "on-arrival":
             for request in tuple(unseen):
@@ -216,7 +214,7 @@ class Prefetcher(Generic[K]):
             elif position >= RECHECKED and not unseen:
                 return
 
-    def _is_missed(self, request: K) -> bool:
+    def _is_missed(self, request: Serial) -> bool:
         """A block that was in host memory for the request, or fetched for it, has left since."""
         record = self.requests.get(request)
         if record is None or record.awaits or record.fetches_over or record.last_block is None:
@@ -225,7 +223,7 @@ class Prefetcher(Generic[K]):
 
     # -- at the turn -----------------------------------------------------------------------------
 
-    def ready(self, request: K, now: float) -> bool:
+    def ready(self, request: Serial, now: float) -> bool:
         """Whether the request, whose turn it is, may be admitted. What it lacks is fetched.
 
         False for no more than MAX_FETCHES fetches, and for no longer than PATIENCE each.
@@ -248,7 +246,7 @@ class Prefetcher(Generic[K]):
         self.give_up(request)
         return True
 
-    def _need_not_wait(self, request: K) -> bool:
+    def _need_not_wait(self, request: Serial) -> bool:
         """Whether the request lacks nothing, or what it lacks is not worth a fetch or
         cannot be fetched now."""
         missing = self._below.missing(request)
@@ -267,7 +265,7 @@ class Prefetcher(Generic[K]):
 
     # -- inner parts -----------------------------------------------------------------------------
 
-    def _start(self, request: K, missing: Missing, turn_in: float, *, at_turn: bool) -> int:
+    def _start(self, request: Serial, missing: Missing, turn_in: float, *, at_turn: bool) -> int:
         """Wait for what is under way already, begin the rest as far as it is worth it and there is
         room. Returns how many of the rest are worth it."""
         ids, first, end = missing.path.block_ids, missing.first, missing.first + missing.count
@@ -299,7 +297,7 @@ class Prefetcher(Generic[K]):
         self.requests[request].patience = patience
         return wanted
 
-    def _meet(self, request: K, missing: Missing, end: int) -> bool:
+    def _meet(self, request: Serial, missing: Missing, end: int) -> bool:
         """Let the request compute its front while the rest is read; it waits for nothing then."""
         if not self._below.meet(request, missing, end, self._sooner_than(request)):
             return False
@@ -307,14 +305,14 @@ class Prefetcher(Generic[K]):
         self.give_up(request)
         return True
 
-    def _begin(self, request: K, missing: Missing, first: int, count: int) -> int:
+    def _begin(self, request: Serial, missing: Missing, first: int, count: int) -> int:
         """Fetch `count` blocks, or as many as find room; the request waits for them."""
         is_protected = self._sooner_than(request)
         started = self._below.start(request, missing, first, count, is_protected)
         self.requests.wait(request, missing.path.block_ids[first : first + started])
         return started
 
-    def _try(self, request: K, missing: Missing, first: int, end: int) -> int:
+    def _try(self, request: Serial, missing: Missing, first: int, end: int) -> int:
         """A fetch that is not worth it, now and then, so that the costs of fetching can be seen.
         A request counts once, however often it is looked at. Returns the blocks on their way."""
         tries, record = self.costs.tries, self.requests[request]
@@ -339,14 +337,14 @@ class Prefetcher(Generic[K]):
         # At admission the whole run is restored, or nothing of it.
         return stop - first if missing.saved(self.costs, 0, stop) >= 0 else 0
 
-    def _reached(self, request: K, missing: Missing, end: int) -> None:
+    def _reached(self, request: Serial, missing: Missing, end: int) -> None:
         """Host memory has, or gets, the first `end` blocks of the path."""
         self.requests[request].last_block = missing.path.block_ids[end - 1] if end else None
 
     def _is_needed(self, block: Block) -> bool:
         return self.window.next_use(block.block_id) is not None
 
-    def _sooner_than(self, request: K) -> IsProtected[Block] | None:
+    def _sooner_than(self, request: Serial) -> IsProtected[Block] | None:
         """Blocks needed no later than by this request do not make room for it."""
         rank = self.window.rank(request)
         if self.mode != "queue" or rank is None:
@@ -358,6 +356,6 @@ class Prefetcher(Generic[K]):
 
         return is_protected
 
-    def _is_head(self, request: K) -> bool:
+    def _is_head(self, request: Serial) -> bool:
         """Nobody is known to stand before it."""
         return self.window.queue[:1] in ((), (request,))

@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.pins import RetentionPriority
+from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.queue.admission import ON_THE_WAY, Admission, Readiness
-from sglang_hc.queue.fetch_costs import RestoreCosts
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.meeting import Meetings
+from sglang_hc.queue.mover import BlockMover
 from sglang_hc.queue.prefetch import Prefetcher
 from sglang_hc.queue.requests import QueuedPrompt, Serial
-from sglang_hc.queue.sources import Mover, Sources
+from sglang_hc.queue.sources import Sources
 from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.tree.host_tier import HostTier
 
@@ -48,11 +49,11 @@ class QueueView:
         self,
         host: HostTier,
         disk: LowerTier | None,
-        window: LookAhead[Serial],
+        window: LookAhead,
         rules: QueueRules,
-        costs: RestoreCosts,
+        costs: RestorePlanner,
         priority: RetentionPriority | None = None,
-        mover: Mover | None = None,
+        mover: BlockMover | None = None,
         on_met: Callable[[], object] = lambda: None,
     ) -> None:
         """costs: what fetching and recomputing take on this machine. priority: told to the disk;
@@ -67,10 +68,10 @@ class QueueView:
         below = disk if disk is not None else mover
         self._now = now = below.now if below is not None else time.monotonic
         self.requests = window.requests
-        self.admission: Admission[Serial] = Admission(self.requests, ready_first=rules.ready_first)
+        self.admission = Admission(self.requests, ready_first=rules.ready_first)
         self.counters: Counter[str] = Counter()
         """Numbers that only grow."""
-        self.meetings: Meetings[Serial] = Meetings(host.tree, costs, self.counters, now, on_met)
+        self.meetings = Meetings(host.tree, costs, self.counters, now, on_met)
         met = self.meetings if rules.can_meet else None
         self.sources = Sources(host, disk, mover, self.requests, met, now)
         mode = rules.prefetch if self._can_fetch else "off"
@@ -129,7 +130,7 @@ class QueueView:
             return self.meetings.may_begin(request, known) and ready
         return ready
 
-    def readiness(self, requests: Collection[Serial]) -> Readiness[Serial]:
+    def readiness(self, requests: Collection[Serial]) -> Readiness:
         """What it costs to restore each of these requests; ON_THE_WAY while blocks are on their way
         to it. Looked up once, and again when they have come."""
         costs: dict[Serial, float] = {}

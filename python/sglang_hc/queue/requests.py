@@ -10,19 +10,16 @@ request leaves the queue.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, NewType, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from sglang_hc.tree.cuts import EarlierCuts, EarlierPath
 from sglang_hc.tree.identity import BlockPath, Prefix
 
-K = TypeVar("K", bound=Hashable)
-"""Name of a request."""
-
 T = TypeVar("T")
 
-Serial = NewType("Serial", int)
+Serial: TypeAlias = int
 """Name of a request in a server: a number that no other request of its scheduler ever has. Clients
 choose the `rid` of a request, and two that are alive may share one."""
 
@@ -88,49 +85,49 @@ class QueuedRequest:
     bypassed: int = 0
 
 
-class RequestTable(Generic[K]):
+class RequestTable:
     """The records of all waiting requests by name, and who waits for which block.
 
     Belongs to the scheduler thread. Which blocks are on their way at all, `tree.promotions` knows.
     """
 
     def __init__(self) -> None:
-        self._records: defaultdict[K, QueuedRequest] = defaultdict(QueuedRequest)
+        self._records: defaultdict[Serial, QueuedRequest] = defaultdict(QueuedRequest)
         self.get = self._records.get
         """The record of a request; None for one that is not known. Asked often in every pass."""
         self._arrivals = 0
-        self._waiters: dict[bytes, set[K]] = {}
+        self._waiters: dict[bytes, set[Serial]] = {}
 
-    def __getitem__(self, name: K) -> QueuedRequest:
+    def __getitem__(self, name: Serial) -> QueuedRequest:
         """The record of a request; a new one for a request that was not queued here."""
         return self._records[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._records
 
-    def knows(self, names: Set[K]) -> bool:
+    def knows(self, names: Set[Serial]) -> bool:
         """Whether there is a record of each of these requests."""
         return names <= self._records.keys()
 
-    def __iter__(self) -> Iterator[K]:
+    def __iter__(self) -> Iterator[Serial]:
         return iter(self._records)
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def arrived(self, name: K, look: Callable[[], QueuedPrompt] = not_told) -> QueuedRequest:
+    def arrived(self, name: Serial, look: Callable[[], QueuedPrompt] = not_told) -> QueuedRequest:
         """The request was queued, perhaps again: a new record begins. look: says what it is."""
         self.left(name)
         self._arrivals += 1
         record = self._records[name] = QueuedRequest(self._arrivals, look)
         return record
 
-    def arrival(self, name: K) -> int:
+    def arrival(self, name: Serial) -> int:
         """Its place in the order of arrival; behind all others for one that is not known."""
         record = self._records.get(name)
         return record.arrival if record is not None else self._arrivals + 1
 
-    def left(self, name: K) -> None:
+    def left(self, name: Serial) -> None:
         """The request was admitted, was aborted, or is over: its record ends here. Nothing happens
         if it is unknown. `LookAhead.leave` calls this, after the request has left the window."""
         if name in self._records:
@@ -139,7 +136,7 @@ class RequestTable(Generic[K]):
 
     # -- blocks on their way to host memory ------------------------------------------------------
 
-    def wait(self, name: K, block_ids: Iterable[bytes]) -> None:
+    def wait(self, name: Serial, block_ids: Iterable[bytes]) -> None:
         """The request waits for blocks that are on their way."""
         awaits, waiters = self[name].awaits, self._waiters
         for block_id in block_ids:
@@ -150,21 +147,21 @@ class RequestTable(Generic[K]):
                 names.add(name)
             awaits.add(block_id)
 
-    def is_fetching(self, name: K) -> bool:
+    def is_fetching(self, name: Serial) -> bool:
         """Whether blocks that this request waits for are on their way."""
         record = self._records.get(name)
         return record is not None and bool(record.awaits)
 
-    def ended(self, block_ids: Iterable[bytes]) -> dict[K, int]:
+    def ended(self, block_ids: Iterable[bytes]) -> dict[Serial, int]:
         """Blocks have come, or will not. Returns who waited for any, and for how many of them."""
-        waited: dict[K, int] = {}
+        waited: dict[Serial, int] = {}
         for block_id in block_ids:
             for name in self._waiters.pop(block_id, ()):
                 self._records[name].awaits.discard(block_id)
                 waited[name] = waited.get(name, 0) + 1
         return waited
 
-    def stop_waiting(self, name: K) -> None:
+    def stop_waiting(self, name: Serial) -> None:
         """The request waits no longer for the blocks on their way."""
         record = self[name]
         for block_id in record.awaits:

@@ -6,46 +6,22 @@ These are the tiers as the prefetcher sees them (`fetch_costs.Below`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, IsProtected
-from sglang_hc.queue.fetch_costs import Missing, RestoreCosts
+from sglang_hc.policy.planner import RestorePlanner
+from sglang_hc.queue.fetch_costs import Missing
 from sglang_hc.queue.meeting import Meetings, TailReads
+from sglang_hc.queue.mover import BlockMover
 from sglang_hc.queue.requests import QueuedPrompt, RequestTable, Serial
 from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.tree.cuts import EarlierPath
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import BlockPath
-from sglang_hc.tree.promotions import Promotions
-
-
-class Mover(Protocol):
-    """Brings the blocks of cut prompts to host memory; see `tiers.mover.BlockMover`."""
-
-    @property
-    def coming(self) -> Promotions: ...
-    @property
-    def now(self) -> Callable[[], float]: ...
-
-    def find(
-        self, path: BlockPath, earlier: Sequence[EarlierPath], first: int
-    ) -> Sequence[SourceTier] | None: ...
-
-    def fetch(
-        self,
-        path: BlockPath,
-        earlier: Sequence[EarlierPath],
-        first: int,
-        count: int,
-        is_protected: IsProtected[Block] | None,
-    ) -> int: ...
-
-    def take_copied(self, block_ids: Iterable[bytes]) -> set[bytes]: ...
 
 
 class Sources:
@@ -55,9 +31,9 @@ class Sources:
         self,
         host: HostTier,
         disk: LowerTier | None,
-        mover: Mover | None,
-        requests: RequestTable[Serial],
-        meetings: Meetings[Serial] | None,
+        mover: BlockMover | None,
+        requests: RequestTable,
+        meetings: Meetings | None,
         clock: Callable[[], float],
     ) -> None:
         """meetings: None where no history is met."""
@@ -175,7 +151,7 @@ class Sources:
         assert path is not None
         return path
 
-    def restore_cost(self, request: Serial, costs: RestoreCosts) -> float:
+    def restore_cost(self, request: Serial, costs: RestorePlanner) -> float:
         """Cost to restore what the request has in the tiers, in the units of `costs`."""
         waiting = self.look_at(request)
         on_device = waiting.on_device()

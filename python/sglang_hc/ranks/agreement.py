@@ -24,7 +24,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.ranks.block_io import AgreedBlocks
@@ -33,6 +32,7 @@ from sglang_hc.ranks.executor import AgreedExecutor
 from sglang_hc.ranks.pending_ops import Decision, PendingOps, a_moment
 from sglang_hc.store.block_io import LocalBlockIo
 from sglang_hc.store.executor import Executor
+from sglang_hc.store.scatter_queue import Event
 
 TOGETHER_S = 0.05
 """What has ended may wait so long for a pass that sends something anyway."""
@@ -51,13 +51,6 @@ _KINDS = {
 
 MARK_PASSES = 2
 """Passes after which a point on the device is taken to be reached."""
-
-
-class Event(Protocol):
-    """A point in the order of a device's work."""
-
-    def done(self) -> bool: ...
-    def wait(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,37 +19,26 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from sglang_hc.device.copy_stream import CopyStream, CudaCopyStream, Event
+from sglang_hc.device.copy_stream import CopyStream, CudaCopyStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, Form
 from sglang_hc.policy.correction import Resource
 from sglang_hc.policy.cost_model import CostModel, SourceTier
+from sglang_hc.store.scatter_queue import Event
 
 PENDING = 64
 """Most observations that wait for the device; further ones are dropped."""
 
 
-class Timer(Protocol):
-    """Points in time on the device, and the seconds between them."""
-
-    synchronous: bool
-    """Work is done when the call that submits it returns."""
-
-    def compute(self) -> Any:
-        """Now, in the order of the compute work."""
-
-    def copies(self) -> Any:
-        """Now, in the order of the copies."""
-
-    def seconds(self, begin: Any, end: Any) -> float | None:
-        """Between two points; None while the later one is still to come."""
-
-
 class HostTimer:
-    """Where everything happens at once."""
+    """Points in time on a host, where everything happens at once.
+
+    synchronous: work is done when the call that submits it returns. compute, copies: now, in the
+    order of the compute work and of the copies.
+    """
 
     synchronous = True
 
@@ -57,21 +46,22 @@ class HostTimer:
         self.compute = self.copies = clock
 
     def seconds(self, begin: float, end: float) -> float | None:
+        """Between two points; None while the later one is still to come."""
         return end - begin
 
 
 class CudaTimer:
-    """Events with times, on the current stream and on the stream of the copies."""
+    """As `HostTimer`, by events on the current stream and on the stream of the copies."""
 
     synchronous = False
 
     def __init__(self, copies: torch.cuda.Stream) -> None:
         self._copies = copies
 
-    def compute(self) -> torch.cuda.Event:
+    def compute(self) -> Any:
         return _event(torch.cuda.current_stream())
 
-    def copies(self) -> torch.cuda.Event:
+    def copies(self) -> Any:
         return _event(self._copies)
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
@@ -86,7 +76,7 @@ def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
-def timer_for(copy_stream: CopyStream) -> Timer:
+def timer_for(copy_stream: CopyStream) -> HostTimer | CudaTimer:
     """The timer of a copy stream."""
     if isinstance(copy_stream, CudaCopyStream):
         return CudaTimer(copy_stream.stream)
@@ -103,7 +93,11 @@ class CostObserver:
     """Tells the costs of one server what was observed. Belongs to the scheduler thread."""
 
     def __init__(
-        self, costs: CostModel, layout: BlockLayout, timer: Timer, copy_stream: CopyStream
+        self,
+        costs: CostModel,
+        layout: BlockLayout,
+        timer: HostTimer | CudaTimer,
+        copy_stream: CopyStream,
     ) -> None:
         self.costs = costs
         self.timer = timer
@@ -136,10 +130,6 @@ class CostObserver:
             self.costs.observe(parts, seconds)
 
     # -- restorations ----------------------------------------------------------------------------
-
-    def of_pass(self) -> PassObserver:
-        """For a restore pass that begins."""
-        return _TimedPass(self)
 
     def copied(self, rows: Mapping[int, int]) -> dict[Resource, float]:
         """What copying so many rows of each layer from host memory takes, as measured at the start.
@@ -198,52 +188,35 @@ class CostObserver:
 
 
 class PassObserver:
-    """Told of what a restore pass does. This one does nothing with it.
+    """Times a restore pass: where work is synchronous all of it, else its first copies and its
+    first projection, because events cost the thread that submits them.
 
     `*_begin` returns a point in time, None for work that is not timed; `*_end` takes it.
     """
 
-    def copies_begin(self) -> Any:
-        """Copies are about to be enqueued."""
-
-    def copies_end(self, begin: Any, rows: Mapping[int, int]) -> None:
-        """rows: how many of each layer were enqueued."""
-
-    def write_begin(self, form: Form, beside: bool) -> Any:
-        """Staged rows are about to be written to the pool. beside: in a stream beside the compute
-        stream."""
-
-    def write_end(self, begin: Any, form: Form, rows: int) -> None:
-        """rows: how many were written."""
-
-    def finished(self) -> None:
-        """All work of the pass is submitted. May be called again."""
-
-
-class _TimedPass(PassObserver):
-    """Times a pass: where work is synchronous all of it, else its first copies and its first
-    projection, because events cost the thread that submits them."""
-
-    def __init__(self, observer: CostObserver) -> None:
+    def __init__(self, observer: CostObserver | None) -> None:
+        """observer: None where nothing is timed."""
         self._observer = observer
-        self._timer = observer.timer
-        self._is_whole = observer.timer.synchronous
-        self._times_copies = self._is_whole or observer.frames_free
-        self._times_projection = True
+        self._is_whole = observer is not None and observer.timer.synchronous
+        self._times_copies = self._is_whole or (observer is not None and observer.frames_free)
+        self._times_projection = observer is not None
         self._rows: Counter[int] = Counter()
         self._copying = self._projecting = 0.0
         """Seconds, where work is synchronous."""
         self._projection = 0.0
         """What `_projecting` should be, as measured at the start."""
-        self._is_over = False
 
     def copies_begin(self) -> Any:
-        return self._timer.copies() if self._times_copies else None
+        """Copies are about to be enqueued."""
+        if self._observer is None or not self._times_copies:
+            return None
+        return self._observer.timer.copies()
 
     def copies_end(self, begin: Any, rows: Mapping[int, int]) -> None:
-        if begin is None:
+        """rows: how many of each layer were enqueued."""
+        if self._observer is None or begin is None:
             return
-        end = self._timer.copies()
+        end = self._observer.timer.copies()
         if self._is_whole:
             self._rows.update(rows)
             self._copying += end - begin
@@ -254,14 +227,18 @@ class _TimedPass(PassObserver):
             self._observer.between(parts, begin, end)
 
     def write_begin(self, form: Form, beside: bool) -> Any:
-        if self._is_whole or (form is Form.HIDDEN and self._times_projection and not beside):
-            return self._timer.compute()
-        return None  # beside other compute work the time says nothing
+        """Staged rows are about to be written to the pool. beside: in a stream beside the compute
+        stream, where the time says nothing."""
+        is_first = form is Form.HIDDEN and self._times_projection and not beside
+        if self._observer is None or not (self._is_whole or is_first):
+            return None
+        return self._observer.timer.compute()
 
     def write_end(self, begin: Any, form: Form, rows: int) -> None:
-        if begin is None:
+        """rows: how many were written."""
+        if self._observer is None or begin is None:
             return
-        end = self._timer.compute()
+        end = self._observer.timer.compute()
         if form is Form.KV:
             self._copying += end - begin
             return
@@ -275,12 +252,12 @@ class _TimedPass(PassObserver):
             self._observer.between(parts, begin, end)
 
     def finished(self) -> None:
-        if self._is_over:
+        """All work of the pass is submitted. May be called again."""
+        observer, self._observer = self._observer, None
+        if observer is None:
             return
-        self._is_over = True
-        self._observer.restored()
+        observer.restored()
         if self._is_whole:
-            costs = self._observer.costs
-            costs.observe(self._observer.copied(self._rows), self._copying)
+            observer.costs.observe(observer.copied(self._rows), self._copying)
             if self._projection:
-                costs.observe({Resource.PROJECTION: self._projection}, self._projecting)
+                observer.costs.observe({Resource.PROJECTION: self._projection}, self._projecting)

@@ -83,7 +83,7 @@ def probe(
 
     Several ranks run everything equally often, because all decide by the longest time of any.
     Raises what the parts raise: OSError or DirectoryError for a directory, RuntimeError for the
-    device; FitError for times that cannot be.
+    device; ValueError for times that cannot be.
     """
     bench = _Bench(subject, clock)
     began = clock()
@@ -107,8 +107,6 @@ def probe(
         hidden = line(partial(bench.restore, Form.HIDDEN)) if subject.hidden else None
         project = line(bench.project) if subject.hidden else None
         prefill = sample(bench.prefill, _prefills(subject.rows))
-        # Other work on the machine can hide that copies overlap, and not feign it.
-        overlap = any([bench.overlaps() for _ in range(ROUNDS)])
     copies = {SourceTier.HOST: TierCopy(kv, hidden)}
     if disks:
         copies[SourceTier.DISK] = _disk_copy(subject, disks, clock)
@@ -118,7 +116,7 @@ def probe(
         copies=copies,
         prefill=fit_prefill([(int(new), int(context), took) for new, context, took in prefill]),
         project=project,
-        overlap=overlap,
+        overlap=subject.staging.copy_stream.beside_compute,
         ahead=subject.staging.bytes * kv.per_token / subject.shape.kv_bytes,
     )
 
@@ -188,23 +186,6 @@ class _Bench:
 
     def prefill(self, new: int, context: int) -> float:
         return self._repeated(lambda: self._subject.prefill(new, context))
-
-    def overlaps(self) -> bool:
-        """Whether a copy returns well before it is done: then compute can run beside it.
-
-        One copy of all slots: a fast link brings a single block in less time than a call takes.
-        """
-        copy_stream = self._subject.staging.copy_stream
-        source = torch.from_numpy(self._pools[Form.KV].bytes).flatten()
-        target = torch.empty_like(source, device=self._subject.device)
-        copy_stream.copy(target, source)  # the first time pays for memory
-        self._wait()
-        begin = self._clock()
-        copy_stream.copy(target, source)
-        event = copy_stream.record()
-        returned = self._clock()
-        event.wait()
-        return returned - begin < (self._clock() - begin) / 2
 
     def _repeated(self, work: Callable[[], None]) -> float:
         times = LAYERS if self._subject.device.type == "cuda" else 1

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from tempfile import TemporaryDirectory
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
 from sglang_hc.store.block import Block
@@ -39,27 +39,23 @@ def read_seconds(
     removed again. Reads bypass the page cache where the file system allows it. Raises
     DirectoryError and OSError, also where there is no room for two blocks.
     """
-    folders: list[str] = []
-    try:
+    with ExitStack() as used:
+        folders = []
         for disk in disks:
             path = DirectorySpec.parse(disk).path
             os.makedirs(path, mode=0o700, exist_ok=True)
-            folders.append(tempfile.mkdtemp(prefix="profile-", dir=path))
+            scratch = TemporaryDirectory(prefix="profile-", dir=path, ignore_cleanup_errors=True)
+            folders.append(used.enter_context(scratch))
         blocks = max(2, min(BLOCKS, MOST_BYTES // layout.slot_bytes))
         # Headers too, and all of them in one of several folders.
         specs = [DirectorySpec(folder, 4 * blocks * layout.slot_bytes) for folder in folders]
         model = StoredModel.of(layout.chunks(), layout.fingerprint("profile"), "profile")
         store = DiskStore.open(specs, model, Upkeep(background=False))
-        try:
-            pool = HostPool(layout, blocks)
-            written = _write(store, pool, clock)
-            with ThreadPoolExecutor(READ_THREADS * len(disks)) as readers:
-                return [(n, _read(store, pool, n, readers, clock)) for n in (1, written)]
-        finally:
-            store.close()
-    finally:
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
+        used.callback(store.close)
+        readers = used.enter_context(ThreadPoolExecutor(READ_THREADS * len(disks)))
+        pool = HostPool(layout, blocks)
+        written = _write(store, pool, clock)
+        return [(n, _read(store, pool, n, readers, clock)) for n in (1, written)]
 
 
 def _write(store: DiskStore, pool: HostPool, clock: Callable[[], float]) -> int:

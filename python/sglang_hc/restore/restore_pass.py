@@ -22,7 +22,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sglang_hc.device.copy_stream import Event
 from sglang_hc.forms import Form
 from sglang_hc.policy.copy_order import merged
 from sglang_hc.restore.cost_observer import CostObserver, PassObserver
@@ -34,6 +33,7 @@ from sglang_hc.restore.staging import (
     copy_piece,
     cut,
 )
+from sglang_hc.store.scatter_queue import Event
 
 SIDE_LAYERS = 4
 """How many layers are submitted beside the compute stream ahead of the layer that is waited for. If
@@ -69,11 +69,11 @@ class RestorePass:
         path: RestorePath,
         restorations: Sequence[Restoration],
         kv_per_hidden: float = 0.0,
-        observer: PassObserver | None = None,
+        observer: CostObserver | None = None,
     ) -> None:
         """kv_per_hidden: KV layers that are copied between two HIDDEN layers (see
         `policy.copy_order`). observer: sees what the copies and projections take."""
-        self._observer = observer or PassObserver()
+        self._observer = PassObserver(observer)
         self.restorations = tuple(restorations)
         self._layout = path.pool.layout
         self._sink = path.sink

@@ -17,13 +17,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from sglang_hc.device.copy_stream import Event
+from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.restore_plan import RestorePlan
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.cost_observer import CostObserver
 from sglang_hc.restore.path import Restoration, RestorePath
-from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.restore.restore_pass import LayerGate, RestorePass
+from sglang_hc.store.scatter_queue import Event
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.host_tier import HostTier
 
@@ -60,10 +60,6 @@ class Restorer:
         self._queued: list[_Queued] = []
         self._running: dict[int, list[_Queued]] = {}
         self._releasing: deque[tuple[Event, Sequence[BlockNode]]] = deque()
-
-    @property
-    def has_queued(self) -> bool:
-        return bool(self._queued)
 
     @property
     def num_queued(self) -> int:
@@ -190,5 +186,4 @@ class Restorer:
 
     def _pass(self, restorations: Sequence[Restoration]) -> RestorePass:
         rate = self.planner.kv_per_hidden(sum(r.stop - r.start for r in restorations))
-        observer = self.observer.of_pass() if self.observer is not None else None
-        return RestorePass(self.path, restorations, rate, observer)
+        return RestorePass(self.path, restorations, rate, self.observer)

@@ -14,10 +14,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sglang_hc.device.copy_stream import CopyStream, Event
+from sglang_hc.device.copy_stream import CopyStream
 from sglang_hc.device.cuda_copies import Ranges
 from sglang_hc.forms import BLOCK_TOKENS, Form, StateShape
 from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.scatter_queue import Event
 
 CUDA_FRAMES = (8, 32 << 20)
 """Frames, and the bytes of each. Together they hold two layers of hidden states of 16K tokens of a

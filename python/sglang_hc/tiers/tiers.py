@@ -17,7 +17,6 @@ from sglang_hc.forms import BlockLayout
 from sglang_hc.profile_file import CachedProfile
 from sglang_hc.queue.meeting import Meetings
 from sglang_hc.queue.queue_view import QueueView
-from sglang_hc.queue.requests import Serial
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.store.lower_tier import LowerTier
@@ -60,7 +59,7 @@ class Tiers:
         return self.restorer.path.pool.layout
 
     @property
-    def meetings(self) -> Meetings[Serial]:
+    def meetings(self) -> Meetings:
         return self.queue.meetings
 
     @property

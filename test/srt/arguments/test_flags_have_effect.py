@@ -20,7 +20,7 @@ from sglang.srt import server_args as stock
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
-from sglang_hc.config import FLAGS, GONE, ConfigError, flag_of
+from sglang_hc.config import FLAGS, ConfigError, flag_of
 from sglang_hc.srt.arguments import hicache_flags
 from sglang_hc.srt.arguments.server_args import config_of
 from support.core import MODELS
@@ -103,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
 def test_every_flag_is_in_one_group() -> None:
     words = {word for action in parser()._actions for word in action.option_strings}
     ours = {word for word in words if word.startswith("--hc-")}
-    assert ours == {flag_of(name) for name in (*ALONE, *WITH, *GONE)}
+    assert ours == {flag_of(name) for name in (*ALONE, *WITH)}
     assert not ALONE.keys() & WITH.keys()
     theirs = {word for word in words if "hicache" in word or "hierarchical-cache" in word}
     assert theirs == set(HICACHE)

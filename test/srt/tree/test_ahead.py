@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
-from sglang_hc.policy.restore_plan import Decision, Reason, RestorePlan
+from sglang_hc.policy.planner import RestorePlanner
+from sglang_hc.policy.restore_plan import Choice, Reason, RestorePlan
 from sglang_hc.queue.requests import QueuedPrompt, Serial
-from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.srt.engine.intake import SERIAL
 from sglang_hc.srt.engine.streams import ComputeStream
@@ -164,22 +164,22 @@ class Planner:
 
     can_restore_early = True
 
-    def __init__(self, rest: Decision) -> None:
+    def __init__(self, rest: Choice) -> None:
         self.rest = rest
         self.asked: list[Sequence[int]] = []
 
     def choose(self, tokens: int, context: int, new: int) -> RestorePlan:
         self.asked.append((tokens, context, new))
-        decision = self.rest if context > 0 else Decision.LOAD
-        count = 0 if decision is Decision.REFUSE else tokens
-        return RestorePlan(decision, Reason.SLOW_TIER, count, 0)
+        choice = self.rest if context > 0 else Choice.LOAD
+        count = 0 if choice is Choice.REFUSE else tokens
+        return RestorePlan(choice, Reason.SLOW_TIER, count, 0)
 
     def as_stored(self, tokens: int) -> RestorePlan:
-        return RestorePlan(Decision.LOAD, Reason.AS_STORED, tokens, 0)
+        return RestorePlan(Choice.LOAD, Reason.AS_STORED, tokens, 0)
 
 
-@pytest.mark.parametrize("rest", [Decision.LOAD, Decision.REFUSE, Decision.RECOMPUTE_MORE])
-def test_what_is_left_to_restore_is_weighed(rest: Decision) -> None:
+@pytest.mark.parametrize("rest", [Choice.LOAD, Choice.REFUSE, Choice.RECOMPUTE_MORE])
+def test_what_is_left_to_restore_is_weighed(rest: Choice) -> None:
     queue = Queue(cast(RestorePlanner, Planner(rest)))
     keep(queue.host, tokens_of(WORDS[0]))
     queue.come(1, WORDS[0])
@@ -191,9 +191,9 @@ def test_what_is_left_to_restore_is_weighed(rest: Decision) -> None:
     placed = queue.place(0, stop)
     assert isinstance(placed, Placed)
     assert planner.asked[0] == (2 * BLOCK_TOKENS, 4 * BLOCK_TOKENS, BLOCK_TOKENS)
-    if rest is Decision.LOAD:
+    if rest is Choice.LOAD:
         assert placed.early == 4 * BLOCK_TOKENS and placed.missing == [(256, 384)]
-    elif rest is Decision.REFUSE:
+    elif rest is Choice.REFUSE:
         assert placed.early == 4 * BLOCK_TOKENS and placed.missing == []
         stop = 4 * BLOCK_TOKENS
     else:

@@ -46,8 +46,8 @@ def params() -> CacheInitParams:
     )
 
 
-def ours() -> tuple[HcRadixCache, LookAhead[str]]:
-    window: LookAhead[str] = LookAhead()
+def ours() -> tuple[HcRadixCache, LookAhead]:
+    window = LookAhead()
     tiers, _, _ = build(LayerPlan(0, 0, 1), slots=2, device_slots=4)
     order = DeviceOrder(FINGERPRINT, window)
     compute = ComputeStream(torch.device("cpu"))

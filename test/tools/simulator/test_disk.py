@@ -21,7 +21,7 @@ def write(disk: SimulatedDisk, path: str, now: float) -> None:
 
 
 def test_a_block_can_be_read_once_its_write_is_through():
-    window: LookAhead[str] = LookAhead()
+    window = LookAhead()
     disk = SimulatedDisk(4, make_policy("lru", window))
     assert disk.write(None, b"a", ready_at=3.0)
     assert not disk.readable(b"a", 2.9) and disk.readable(b"a", 3.0)
@@ -29,7 +29,7 @@ def test_a_block_can_be_read_once_its_write_is_through():
 
 
 def test_a_newcomer_that_nobody_needs_does_not_displace_what_is_needed():
-    window: LookAhead[str] = LookAhead()
+    window = LookAhead()
     disk = SimulatedDisk(2, make_policy("queue", window))
     write(disk, "ab", 0.0)
     window.update(["r"], 1, lambda _: chain("ab"))
@@ -44,7 +44,7 @@ operations = st.lists(st.tuples(st.sampled_from(["write", "use", "wait"]), paths
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(POLICIES), operations)
 def test_only_prefixes_are_kept(name, history):
-    window: LookAhead[str] = LookAhead()
+    window = LookAhead()
     disk = SimulatedDisk(7, make_policy(name, window))
     for step, (action, path) in enumerate(history):
         if action == "write":

@@ -17,7 +17,7 @@ from typing import Any
 from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.direct import DirectRows
 from sglang_hc.capture.saving import DeviceState, HiddenPath
-from sglang_hc.capture.snapshots import ScatterQueue, Snapshots
+from sglang_hc.capture.snapshots import Snapshots
 from sglang_hc.config import GIB, ConfigError, HcConfig, shared_directory
 from sglang_hc.device.copy_stream import CopyStream, SideStream, copy_stream_for
 from sglang_hc.device.exactness import Exactness
@@ -26,14 +26,14 @@ from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
+from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.profile_file import CachedProfile
 from sglang_hc.queue.lookahead import LookAhead
+from sglang_hc.queue.mover import BlockMover
 from sglang_hc.queue.queue_view import QueueRules, QueueView
-from sglang_hc.queue.requests import Serial
 from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.restore.cost_observer import CostObserver, timer_for
 from sglang_hc.restore.path import RestorePath, Rotation
-from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt.arguments.server_args import config_of
@@ -70,7 +70,7 @@ from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.store.read_watch import not_observed
-from sglang_hc.tiers.mover import BlockMover
+from sglang_hc.store.scatter_queue import ScatterQueue
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockTree
@@ -93,7 +93,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     recorder = recorder_of(config, model.place, pool, page, fingerprint, ranks.clock)
 
     # Which blocks exist, and which of them stay.
-    window: LookAhead[Serial] = LookAhead()
+    window = LookAhead()
     pins = SessionPins.sized_for(pool.num_slots)
     wanted = RetentionPriority(window, pins)
     policy = make_policy(config.eviction, window, pinned=pins)

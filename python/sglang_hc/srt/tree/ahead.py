@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.restore_plan import Decision, Reason, RestorePlan
+from sglang_hc.policy.planner import RestorePlanner
+from sglang_hc.policy.restore_plan import Choice, Reason, RestorePlan
 from sglang_hc.queue.loads import Load
 from sglang_hc.queue.meeting import Meeting, Meetings
-from sglang_hc.queue.requests import Serial
-from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from sglang_hc.srt.tree.device_tree import DeviceTree
@@ -60,7 +59,7 @@ class RestoreAhead:
     def __init__(
         self,
         blocks: PrerestoredBlocks,
-        meetings: Meetings[Serial],
+        meetings: Meetings,
         waiting: SchedulerQueue,
         planner: RestorePlanner,
         host_match: HostMatch,
@@ -147,7 +146,7 @@ class RestoreAhead:
         if stop <= context:
             return []
         plan = planner.choose(stop - context, context, max(1, waiting.prompt.num_tokens - stop))
-        if plan.decision is not Decision.LOAD or plan.tokens < stop - context:
+        if plan.choice is not Choice.LOAD or plan.tokens < stop - context:
             return []
         first, last = -(-context // BLOCK_TOKENS), stop // BLOCK_TOKENS
         return list(enumerate(match.nodes))[first:last]
@@ -194,10 +193,10 @@ class RestoreAhead:
         if met or not count:
             return planner.as_stored(count)
         plan = planner.choose(count, stop - count, new)
-        if plan.decision is Decision.LOAD and plan.tokens == count:
+        if plan.choice is Choice.LOAD and plan.tokens == count:
             return plan
         is_end = len(missing) == 1 and missing[0][1] == stop
-        return planner.as_stored(0) if plan.decision is Decision.REFUSE and is_end else None
+        return planner.as_stored(0) if plan.choice is Choice.REFUSE and is_end else None
 
     def _restore(self, tree: DeviceTree, req: Any, nodes: Mapping[int, BlockNode]) -> int:
         """Restore these blocks into slots of their own. Returns how many: all of them, or none

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from sglang_hc.device.copy_stream import Event
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.queue.loads import BlockLoad, Load
 from sglang_hc.queue.meeting import Meeting
@@ -24,6 +23,7 @@ from sglang_hc.queue.requests import Serial
 from sglang_hc.restore.path import Restoration
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.srt.engine.streams import ComputeStream
+from sglang_hc.store.scatter_queue import Event
 from sglang_hc.tree.block_tree import BlockNode
 
 Slots = Mapping[int, torch.Tensor]

@@ -278,7 +278,7 @@ class HcRadixCache(CapturingTree):
     def ready_to_load_host_cache(self) -> int:
         """Start what admission queued; the batch about to run waits for it layer by layer."""
         restorer = self.restorer
-        if not restorer.has_queued:
+        if not restorer.num_queued:
             return -1
         with self.compute_stream.entered():
             return restorer.start()
@@ -287,7 +287,7 @@ class HcRadixCache(CapturingTree):
         """Top of every scheduling pass: take in completions, finish what no batch picked up."""
         self.take_in()
         self.look_at_queue()
-        if self.restorer.has_queued:
+        if self.restorer.num_queued:
             with self.compute_stream.entered():
                 self.restorer.run_now()
 

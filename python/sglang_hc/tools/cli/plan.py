@@ -11,7 +11,7 @@ from sglang_hc.errors import ConfigError
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.layer_plan import plan_for, stored_bytes
-from sglang_hc.policy.makespan import LayerTimes, busy, makespan
+from sglang_hc.policy.makespan import LayerTimes, makespan
 from sglang_hc.policy.meeting import Split, best_split, from_below
 from sglang_hc.tools.cli.main import UsageError, count, number
 from sglang_hc.tools.datasheet import Hardware, datasheet_costs, load_hardware
@@ -168,6 +168,16 @@ def _report(cost: CostModel, shape: ModelShape, tier: SourceTier, context: int, 
         balance_gbps=_balance(alone, state.hidden_bytes * context),
         split=split,
     )
+
+
+def busy(times: LayerTimes, plan: LayerPlan) -> tuple[float, float]:
+    """Seconds that (copy, compute) work for this plan, the new tokens included."""
+    copy = plan.kv * times.copy_kv
+    compute = plan.recompute * times.recompute + plan.num_layers * times.new
+    if plan.hidden:
+        copy += plan.hidden * times.copy_hidden
+        compute += plan.hidden * times.project
+    return copy, compute
 
 
 def _balance(times: LayerTimes, hidden_bytes: int) -> float:

@@ -95,7 +95,7 @@ class Engine:
     def __post_init__(self) -> None:
         overflow = Overflow(self.overflow, self.costs.model.context)
         self._talks = [Conversation(i, s, overflow) for i, s in enumerate(self.workload.sessions)]
-        self._admission: Admission[int] = Admission(self.cache.window.requests)
+        self._admission = Admission(self.cache.window.requests)
         self._agenda: list[tuple[float, int, int]] = []
         self._disk = ReadQueue(self.costs)
         self._ticket = 0

@@ -12,8 +12,8 @@ from sglang_hc.errors import ConfigError
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, PlanError
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import restore_alone
+from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.restore_plan import RestorePlan, plan_restore
-from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.tools.datasheet import Rates, modelled_costs
 from sglang_hc.tools.model_config import read_model_config
 from sglang_hc.tools.model_shape import ModelConfigError, ModelShape
@@ -188,10 +188,6 @@ class GpuCosts(RestorePlanner):
         self.cost = modelled_costs(model.name, model.shape, rates, model.layer_overhead)
         self.plan = model.layout.plan
         super().__init__(self.cost, self.plan, True, Counter(), lambda: 0.0)
-
-    def prefill_seconds(self, tokens: int, context: int) -> float:
-        """Prefill of `tokens` new tokens after `context`; 0 for none."""
-        return self.plan.num_layers * self.cost.prefill_layer(tokens, context)
 
     def step_seconds(self, batch: int, context: int) -> float:
         """One decode step of `batch` requests that attend to `context` tokens together."""

@@ -10,7 +10,8 @@ from itertools import islice, takewhile
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, EvictionPolicy, IsProtected, LruPolicy
-from sglang_hc.queue.fetch_costs import Missing, RestoreCosts
+from sglang_hc.policy.planner import RestorePlanner
+from sglang_hc.queue.fetch_costs import Missing
 from sglang_hc.queue.lookahead import EVICTION_STRETCH, LookAhead
 from sglang_hc.queue.meeting import Meetings, Step, TailReads
 from sglang_hc.queue.prefetch import Prefetcher
@@ -74,7 +75,7 @@ class TieredCache:
     def __init__(
         self,
         sizes: TierSizes,
-        costs: RestoreCosts,
+        costs: RestorePlanner,
         *,
         policy: str,
         prefetch: str,
@@ -82,7 +83,7 @@ class TieredCache:
         node_policy: NodePolicies | None = None,
         disk_policy: DiskPolicies | None = None,
     ) -> None:
-        self.window: LookAhead[int] = LookAhead()
+        self.window = LookAhead()
         self.jobs: dict[int, Job] = {}
         self._seen: set[bytes] = set()
         self._now = self._came_last = 0.0
@@ -108,7 +109,7 @@ class TieredCache:
         if self.host is None or self.disk is None:
             prefetch = "off"
         counters: Counter[str] = Counter()
-        self.prefetcher: Prefetcher[int] = Prefetcher(
+        self.prefetcher = Prefetcher(
             self.window, self, costs, (sizes.host, sizes.disk), prefetch, counters, stretch
         )
         self.coming: Collection[bytes] = ()
@@ -117,9 +118,7 @@ class TieredCache:
             self.coming = self._coming.block_ids
             self._coming.subscribe(self.prefetcher.complete, self.prefetcher.fail)
         tree = BlockTree(FINGERPRINT) if self.host is None else self.host.tree
-        self.meetings: Meetings[int] = Meetings(
-            tree, costs, counters, lambda: self._now, lambda: None
-        )
+        self.meetings = Meetings(tree, costs, counters, lambda: self._now, lambda: None)
 
     # The waiting queue
 

@@ -1,7 +1,7 @@
 """What to do with one request's stored state, decided at admission and counted.
 
 `policy.restore_plan` decides, by costs that correct themselves (`policy.correction`). This
-module knows the present state that the decision needs: for how long the copies of earlier
+module knows the present state that the choice depends on: for how long the copies of earlier
 restorations keep the link busy. Now and then it tries what the costs always refuse
 (`policy.tries`). Belongs to the scheduler thread, takes microseconds, and never waits.
 """
@@ -16,9 +16,9 @@ from dataclasses import replace
 
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy import copy_order
-from sglang_hc.policy.cost_model import CostModel, SourceTier
+from sglang_hc.policy.cost_model import LONG_HISTORY, CostModel, SourceTier
 from sglang_hc.policy.meeting import History, Split, best_split
-from sglang_hc.policy.restore_plan import Decision, Reason, RestorePlan, plan_restore
+from sglang_hc.policy.restore_plan import Choice, Reason, RestorePlan, plan_restore
 from sglang_hc.policy.tries import TRY_SHARE, Tries, affordable
 
 FAR_SECONDS = 8.0
@@ -30,14 +30,13 @@ _LEARNABLE = frozenset({Reason.SLOW_TIER, Reason.SHORT_HISTORY, Reason.FAST_COMP
 
 
 class RestorePlanner:
-    """Decides for one model on one machine. Also tells the waiting queue what fetching costs
-    (`queue.fetch_costs.RestoreCosts`).
+    """Decides for one model on one machine. Also tells the waiting queue what fetching costs.
 
     costs: None if the machine could not be measured; then everything that is stored is restored.
     always: restore everything, whatever it costs.
     plan: of the whole model; ranks that have some of its layers each decide alike.
     can_recompute: whether layers that are stored can be recomputed instead.
-    counters: gets `restore_decision_*` and `restore_reason_*`.
+    counters: gets `restore_choice_*` and `restore_reason_*`.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class RestorePlanner:
         plan = replace(plan, skips_hidden=self._skips_hidden(plan))
         if (not plan.tokens or plan.skips_hidden) and plan.reason in _LEARNABLE:
             tries = self._tries_of(plan)
-            tries.follow(self._changes)
+            tries.follow(cost.changes)
             tried = 0
             if tries.due:
                 tried = affordable(
@@ -96,7 +95,7 @@ class RestorePlanner:
                 )
             if tried:
                 first = self.plan.recompute
-                plan = replace(plan, decision=Decision.TRY, tokens=tried, recompute_layers=first)
+                plan = replace(plan, choice=Choice.TRY, tokens=tried, recompute_layers=first)
         return self._with_copies(cost, plan)
 
     def as_stored(self, tokens: int) -> RestorePlan:
@@ -107,17 +106,17 @@ class RestorePlanner:
     def take(self, plan: RestorePlan) -> None:
         """The plan is carried out: count it, and add its copies to the backlog."""
         self._link_free = max(self._link_free, self._clock()) + plan.copy_seconds
-        if plan.decision is Decision.TRY:
+        if plan.choice is Choice.TRY:
             self._tries_of(plan).tried()
         elif plan.skips_hidden:
             self._hidden_tries.refused()
-        self._count(plan.decision, plan.reason)
+        self._count(plan.choice, plan.reason)
 
     def refuse(self, reason: Reason) -> None:
         """Count that nothing is restored."""
         if reason in _LEARNABLE:
             self._restore_tries.refused()
-        self._count(Decision.REFUSE, reason)
+        self._count(Choice.REFUSE, reason)
 
     def kv_per_hidden(self, tokens: int) -> float:
         """KV layers between two HIDDEN layers in the order of copies; see `policy.copy_order`."""
@@ -142,8 +141,8 @@ class RestorePlanner:
         return read + host if read else FAR_SECONDS * host
 
     def split(self, history: History, decoding: int, can_restore_early: bool) -> Split | None:
-        """Where a history that comes from below should meet the part of it that is computed; None
-        when the costs of that are not known or not weighed."""
+        """Where a history that comes from below should meet the part of it that is computed while
+        so many requests decode; None when the costs of that are not known or not weighed."""
         cost = self._weighed
         if cost is None or not all(cost.knows(span.tier) for span in history.coming):
             return None
@@ -180,29 +179,23 @@ class RestorePlanner:
     @property
     def tries(self) -> Tries | None:
         """When a fetch that is not worth it is made as a try; None for never."""
-        if self._weighed is None:
+        cost = self._weighed
+        if cost is None:
             return None
-        self._fetch_tries.follow(self._changes)
+        self._fetch_tries.follow(cost.changes)
         return self._fetch_tries
 
     def try_seconds(self, context: int, new: int) -> float:
         """Longest seconds that a request with `new` tokens to compute waits for such a fetch."""
-        cost = self._weighed
-        if cost is None:
-            return 0.0
-        return TRY_SHARE * self.prefill_seconds(new, context)
+        return 0.0 if self._weighed is None else TRY_SHARE * self.prefill_seconds(new, context)
 
     @property
     def _weighed(self) -> CostModel | None:
         """The costs that decide; None when everything is restored."""
         return None if self._always else self.costs
 
-    @property
-    def _changes(self) -> int:
-        return 0 if self.costs is None else self.costs.changes
-
     def _all_of(self, tokens: int, reason: Reason) -> RestorePlan:
-        return RestorePlan(Decision.LOAD, reason, tokens, self.plan.recompute)
+        return RestorePlan(Choice.LOAD, reason, tokens, self.plan.recompute)
 
     def _tries_of(self, plan: RestorePlan) -> Tries:
         return self._hidden_tries if plan.skips_hidden else self._restore_tries
@@ -235,11 +228,11 @@ class RestorePlanner:
         return replace(plan, copy_seconds=cost.copy_stored(SourceTier.HOST, loaded, plan.tokens))
 
     def _copy_token(self, tier: SourceTier) -> float:
-        """See `CostModel.copy_token`; 0 when it is not known."""
+        """Seconds to copy one token of a long history; 0 when that is not known."""
         if self.costs is None or not self.costs.knows(tier):
             return 0.0
-        return self.costs.copy_token(tier, self.plan)
+        return self.costs.copy_stored(tier, self.plan, LONG_HISTORY) / LONG_HISTORY
 
-    def _count(self, decision: Decision, reason: Reason) -> None:
-        self._counters[f"restore_decision_{decision.value}"] += 1
+    def _count(self, choice: Choice, reason: Reason) -> None:
+        self._counters[f"restore_choice_{choice.value}"] += 1
         self._counters[f"restore_reason_{reason.value}"] += 1

@@ -19,12 +19,12 @@ from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
-from sglang_hc.capture.snapshots import ScatterQueue
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import IsProtected
 from sglang_hc.store.executor import CopySlot
 from sglang_hc.store.lower_tier import LowerTier
+from sglang_hc.store.scatter_queue import ScatterQueue
 from sglang_hc.tree.block_tree import BlockNode, Moved
 from sglang_hc.tree.cuts import EarlierPath
 from sglang_hc.tree.host_tier import HostTier
