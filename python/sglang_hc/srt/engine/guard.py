@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_hc.srt.binding import fields
+
 logger = logging.getLogger(__name__)
 
 counters: Counter[str] = Counter()
@@ -63,7 +65,7 @@ def give_up(tree: Any, self: Any, req: Any, *_: Any, **__: Any) -> None:
 
 def like_no_other(tree: Any, self: Any, req: Any, *_: Any, **__: Any) -> None:
     """A request whose namespace is not known shares nothing with anybody."""
-    req.extra_key = secrets.token_hex(16)
+    fields.set_namespace(req, secrets.token_hex(16))
 
 
 STALE = Unguarded("state of other weights, or that was to be forgotten, would be served")

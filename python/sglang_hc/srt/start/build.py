@@ -38,6 +38,7 @@ from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt.arguments.server_args import config_of
 from sglang_hc.srt.arguments.storage_backends import remote_key, remote_store
+from sglang_hc.srt.binding import arguments, parallel
 from sglang_hc.srt.engine import in_place
 from sglang_hc.srt.engine.guard import counters as own_errors
 from sglang_hc.srt.engine.scheduler import BUILDING, OwnScheduler
@@ -112,7 +113,8 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     rules = QueueRules(config.prefetch, config.schedule == "ready-first", _can_meet(model, device))
     hints = wanted if config.eviction == "queue" else None
     copies, side = device.copy_stream, _side_stream(model, device, layout.shape)
-    ring = StagingRing.sized_for(layout.shape, device.pool.device, copies, runner.ps.tp_size > 1)
+    gathers = parallel.tp_size(runner) > 1
+    ring = StagingRing.sized_for(layout.shape, device.pool.device, copies, gathers)
     path = RestorePath(pool, device.pool, ring, device.recomputer, side, device.rotation)
     observer = profile = None
     if state.cost is not None and ranks.count == 1:
@@ -170,7 +172,7 @@ def _loaded(ctx: Any) -> Model:
     missing = in_place.missing()
     if missing:
         raise ConfigError(f"sglang-hc is not in place in this process: {', '.join(missing)}")
-    config = config_of(ctx.server_args)
+    config = config_of(arguments.of(ctx))
     runner = ctx.tp_worker.model_runner
     state: ModelState | None = getattr(runner, MODEL_STATE, None)
     if config is None or state is None:
@@ -305,8 +307,8 @@ def _stores(
     model: Model, pool: HostPool, fingerprint: bytes, counters: Counter[str]
 ) -> Iterator[LocalBlockIo]:
     """Those of `--hc-disk` and `--hc-remote`, of this rank's parts of blocks."""
-    config, args, place = model.config, model.runner.server_args, model.place
-    label, chunks = str(args.served_model_name or args.model_path), pool.layout.chunks()
+    config, place = model.config, model.place
+    label, chunks = arguments.served_name(arguments.of(model.runner)), pool.layout.chunks()
     part, upkeep = part_of(fingerprint, place.part), Upkeep(config.ttl or None)
     stored = partial(StoredModel.of, chunks, fingerprint, label, part)
 
@@ -338,7 +340,7 @@ def _planner(model: Model, device: Device, counters: Counter[str], ranks: Ranks)
     """Decides what is restored."""
     state = model.state
     # Pages lie in the slots of one block then. Of a draft model rows lie behind their block's.
-    alone = BLOCK_TOKENS % model.runner.server_args.page_size == 0 and model.draft is None
+    alone = BLOCK_TOKENS % model.runner.page_size == 0 and model.draft is None
     return RestorePlanner(
         state.cost,
         state.plan,
@@ -356,8 +358,8 @@ def _can_meet(model: Model, device: Device) -> bool:
     with the stages of a pipeline."""
     if model.draft is not None or model.state.has_stages:
         return False
-    chunked = (model.runner.server_args.chunked_prefill_size or 0) > 0
-    return chunked and (device.recomputer is not None or not model.config.exact)
+    chunk = arguments.pass_sizes(arguments.of(model.runner)).chunk
+    return chunk is not None and (device.recomputer is not None or not model.config.exact)
 
 
 def _side_stream(model: Model, device: Device, shape: StateShape) -> SideStream | None:

@@ -33,6 +33,7 @@ from sglang_hc.policy.audit import (
     bound,
 )
 from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.srt.binding import fields
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.model.kv_pool import KvPoolRows
 from sglang_hc.srt.model.recompute import COARSE, RECOMPUTED, LayerRecomputer
@@ -136,7 +137,7 @@ class Audit:
         ):
             self._give_up(self._samples.popleft())
         self._host.pin(node for _, node in blocks)
-        self._samples.append(_Sample(blocks, req.lora_id))
+        self._samples.append(_Sample(blocks, fields.adapter_of(req)))
 
     @property
     def _pinned(self) -> int:
