@@ -15,7 +15,6 @@ from sglang.srt.environ import envs
 
 from sglang_hc.command_line import add_flags, config_from, given_flags
 from sglang_hc.config import CONFIG_ENV, ConfigError, HcConfig, flag_of, shared_directory
-from sglang_hc.forms import LayerPlan, PlanError
 from sglang_hc.srt.arguments import hicache_flags
 from sglang_hc.srt.arguments.graphs import check_prefill_graphs
 from sglang_hc.srt.binding import arguments
@@ -196,19 +195,6 @@ def config_of(args: Any) -> HcConfig | None:
         return None
     config = HcConfig.from_mapping(values, "server arguments")
     return None if config.disable else config
-
-
-def explicit_plan(forms: str, num_layers: int) -> LayerPlan:
-    """The plan `--hc-forms` names. Raises PlanError unless a model of `num_layers` can use it."""
-    try:
-        plan = LayerPlan.parse(forms, num_layers)
-    except PlanError as error:
-        raise PlanError(f"--hc-forms: {error}") from None
-    if plan.recompute == num_layers:
-        raise PlanError(
-            f"--hc-forms {forms} keeps nothing; add --hc-disable to serve without the tiers"
-        )
-    return plan
 
 
 def refuse_modes(args: Any, config: HcConfig) -> None:

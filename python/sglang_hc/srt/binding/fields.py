@@ -171,14 +171,11 @@ def host_hit(req: Any) -> int:
     return req.host_hit_length
 
 
-def set_host_hit(req: Any, tokens: int) -> None:
-    """Promise so many, or say how many it got."""
+def set_host_hit(req: Any, tokens: int, from_below: bool = False) -> None:
+    """Promise so many, or say how many it got. from_below: all of them from below host memory."""
     req.host_hit_length = tokens
-
-
-def set_storage_hit(req: Any, tokens: int) -> None:
-    """How many of `host_hit` came from below host memory."""
-    req.storage_hit_length = tokens
+    if from_below:
+        req.storage_hit_length = tokens
 
 
 def go_on_behind(tree: Any, req: Any, slots: torch.Tensor, node: Any) -> None:

@@ -13,8 +13,8 @@ from sglang_hc.config import ConfigError, HcConfig
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.forms import LayerPlan, PlanError
 from sglang_hc.policy.cost_model import CostModel
-from sglang_hc.policy.layer_plan import AutoPlan, auto_plan
-from sglang_hc.srt.arguments.server_args import config_of, explicit_plan
+from sglang_hc.policy.layer_plan import AutoPlan, auto_plan, explicit_plan
+from sglang_hc.srt.arguments.server_args import config_of
 from sglang_hc.srt.binding import arguments, parallel
 from sglang_hc.srt.model import calibrate, families
 from sglang_hc.srt.model.capture_memory import CaptureMemory, take_capture_memory

@@ -55,7 +55,6 @@ from sglang_hc.srt.ranks.decisions import ranks_of
 from sglang_hc.srt.ranks.replicas import Place, directories, host_share, place_of
 from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.srt.scheduling.speculation import draft_layers
-from sglang_hc.srt.start.recording import recorder_of
 from sglang_hc.srt.tree.audit import audit_of
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.prerestored import PrerestoredBlocks
@@ -72,6 +71,7 @@ from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.store.read_watch import not_observed
 from sglang_hc.tiers.mover import BlockMover
+from sglang_hc.tiers.recording import recorder_of
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockTree
@@ -91,7 +91,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     memory = _host_memory(model, device, layout)
     pool = memory.pool
     page = runner.page_size
-    recorder = recorder_of(config, model.place, pool, page, fingerprint, ranks.clock)
+    recorder = recorder_of(config, model.place.suffix, pool, page, fingerprint, ranks.clock)
 
     # Which blocks exist, and which of them stay.
     window: LookAhead[Serial] = LookAhead()

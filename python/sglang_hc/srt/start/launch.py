@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 
 from sglang_hc.command_line import add_flags, config_from
 from sglang_hc.config import ConfigError
-from sglang_hc.srt.arguments.server_args import ALWAYS_ENV, config_of, explicit_plan
+from sglang_hc.policy.layer_plan import explicit_plan
+from sglang_hc.srt.arguments.server_args import ALWAYS_ENV, config_of
 from sglang_hc.srt.binding import arguments
 
 

@@ -31,7 +31,6 @@ from sglang_hc.srt.engine.guard import SglangMethod, method, nothing
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.engine.scheduler import OwnScheduler
 from sglang_hc.srt.engine.streams import ComputeStream
-from sglang_hc.srt.requests.forgetting import Forgetter
 from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from sglang_hc.srt.tree.ahead import RestoreAhead, restorable
 from sglang_hc.srt.tree.audit import Audit
@@ -39,6 +38,7 @@ from sglang_hc.srt.tree.capturing_tree import CapturingTree
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.host_match import HostMatch, HostPoolFacade
 from sglang_hc.srt.tree.prerestored import PrerestoredBlocks
+from sglang_hc.tiers.forgetting import Forgetter
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode
 
@@ -143,8 +143,7 @@ class HcRadixCache(CapturingTree):
         if meeting is not None and stop == restorable(meeting, req, self.page_size):
             found = self.load_met(meeting, req)
             slots, node = found or self.refuse(req, Reason.BLOCKS_GONE)
-            fields.set_host_hit(req, len(slots))
-            fields.set_storage_hit(req, len(slots))
+            fields.set_host_hit(req, len(slots), from_below=True)
             return slots, node
         blocks = self.host_match.blocks(req, stop)
         if blocks is None:
