@@ -14,13 +14,12 @@ import torch
 from sglang.srt.environ import envs
 
 from sglang_hc.command_line import add_flags, config_from, given_flags
-from sglang_hc.config import CONFIG_ENV, ConfigError, HcConfig, flag_of, shared_directory
+from sglang_hc.config import CONFIG_ENV, ConfigError, HcConfig, flag_of, refuse_same_directory
 from sglang_hc.srt.arguments import hicache_flags
 from sglang_hc.srt.arguments.graphs import check_prefill_graphs
 from sglang_hc.srt.binding import arguments
 from sglang_hc.srt.binding.arguments import asked, choose
 from sglang_hc.srt.engine import cpu
-from sglang_hc.store.disk import DirectorySpec
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +127,7 @@ def post_init(original: Callable[[Any], None], args: Any) -> None:
                 logger.info("sglang-hc: no CUDA device; chose %s", ", ".join(chosen))
         if not config.disable:
             refuse_modes(args, config)
-            _refuse_same_directory(config)
+            refuse_same_directory(config)
             if config.remote is not None:
                 from sglang_hc.srt.arguments.storage_backends import check_remote
 
@@ -158,19 +157,6 @@ def post_init(original: Callable[[Any], None], args: Any) -> None:
         check_prefill_graphs(args, wished)
         check_radix_cache(args)
         _refuse_algorithm(arguments.draft_algorithm(args))  # SGLang may have chosen another one
-
-
-def _refuse_same_directory(config: HcConfig) -> None:
-    """Raise ConfigError when two directories are one, whatever they are called."""
-    shared = shared_directory(config)
-    given = [*config.disk, *([] if shared is None else [shared])]
-    paths = [os.path.realpath(DirectorySpec.parse(text).path) for text in given]
-    for path in paths:
-        if paths.count(path) > 1:
-            raise ConfigError(
-                f"{path} is given more than once to --hc-disk and --hc-remote file; give each "
-                "directory once"
-            )
 
 
 def check_radix_cache(args: Any) -> None:

@@ -234,7 +234,9 @@ def admit(original: Callable[..., None], self: Any, recv_req: Any) -> None:
     if name_wrong(recv_req.rid) is not None or recv_req.rid is None:
         logger.warning("sglang-hc: a request without a usable rid is dropped: %s", wrong)
         return None
-    return _abort(self, recv_req, wrong)
+    req = fields.refused(self, recv_req, wrong)
+    self.init_req_max_new_tokens(req)
+    return self._add_request_to_queue(req)
 
 
 def request_wrong(recv_req: Any, vocabulary: int, width: int) -> str | None:
@@ -298,10 +300,3 @@ def _tokens_wrong(ids: object, vocabulary: int, pictures: bool) -> str | None:
     if low < 0 or high >= vocabulary:
         return f"input_ids has an id outside 0 to {vocabulary - 1}"
     return None
-
-
-def _abort(scheduler: Any, recv_req: Any, why: str) -> None:
-    """Answer with status 400, as SGLang answers what its scheduler refuses."""
-    req = fields.refused(scheduler, recv_req, why)
-    scheduler.init_req_max_new_tokens(req)
-    scheduler._add_request_to_queue(req)

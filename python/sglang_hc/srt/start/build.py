@@ -34,6 +34,7 @@ from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.restore.cost_observer import CostObserver, timer_for
 from sglang_hc.restore.path import RestorePath, Rotation
 from sglang_hc.restore.planner import RestorePlanner
+from sglang_hc.restore.prerestored import PrerestoredBlocks
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt.arguments.server_args import config_of
@@ -55,9 +56,8 @@ from sglang_hc.srt.ranks.decisions import ranks_of
 from sglang_hc.srt.ranks.replicas import Place, directories, host_share, place_of
 from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.srt.scheduling.speculation import draft_layers
-from sglang_hc.srt.tree.audit import audit_of
+from sglang_hc.srt.tree.audit import Audit, can_audit
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
-from sglang_hc.srt.tree.prerestored import PrerestoredBlocks
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.store.block_io import BlockIo, LocalBlockIo
 from sglang_hc.store.chain import Chain
@@ -137,8 +137,9 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     order = None
     if config.eviction == "queue" and model.params.eviction_policy.lower() == "lru":
         order = DeviceOrder(fingerprint, wanted)
-    taps, share = state.memory.taps, config.audit
-    audit = audit_of(tiers, pool, device.pool, taps, runner, compute, counters, share)
+    taps, audit = state.memory.taps, None
+    if config.audit and can_audit(tiers, runner, taps):
+        audit = Audit(tiers, pool, device.pool, taps, runner, compute, counters, config.audit)
     tree = HcRadixCache(model.params, tiers, model.scheduler, compute, ahead, order, audit)
     runner.token_to_kv_pool.register_layer_transfer_counter(restorer.gate)
     ctx.tp_worker.register_hicache_layer_transfer_counter(restorer.gate)

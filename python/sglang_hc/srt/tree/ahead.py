@@ -19,16 +19,16 @@ from sglang_hc.queue.loads import Load
 from sglang_hc.queue.meeting import Meeting, Meetings
 from sglang_hc.queue.requests import Serial
 from sglang_hc.restore.planner import RestorePlanner
+from sglang_hc.restore.prerestored import (
+    PrerestoredBlocks,
+    interleave_slots,
+    missing_ranges,
+)
 from sglang_hc.srt.binding import fields
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from sglang_hc.srt.tree.device_tree import DeviceTree
 from sglang_hc.srt.tree.host_match import HostMatch
-from sglang_hc.srt.tree.prerestored import (
-    PrerestoredBlocks,
-    interleave_slots,
-    missing_ranges,
-)
 from sglang_hc.tree.block_tree import BlockNode
 
 REQUESTS = 8

@@ -26,6 +26,7 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.restore_plan import Reason, RestorePlan
 from sglang_hc.queue.meeting import Meeting
 from sglang_hc.restore.path import Restoration
+from sglang_hc.restore.prerestored import PrerestoredBlocks
 from sglang_hc.srt.binding import fields
 from sglang_hc.srt.engine.guard import SglangMethod, method, nothing
 from sglang_hc.srt.engine.intake import serial_of
@@ -37,7 +38,6 @@ from sglang_hc.srt.tree.audit import Audit
 from sglang_hc.srt.tree.capturing_tree import CapturingTree
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.host_match import HostMatch, HostPoolFacade
-from sglang_hc.srt.tree.prerestored import PrerestoredBlocks
 from sglang_hc.tiers.forgetting import Forgetter
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode
