@@ -43,8 +43,7 @@ def keep_options(args: Any, options: dict[str, Any]) -> None:
 
 def kept_options(args: Any) -> dict[str, Any] | None:
     """What `keep_options` put there; None where nobody asked for the tiers."""
-    options: dict[str, Any] | None = getattr(args, "_hc_config", None)
-    return options
+    return getattr(args, "_hc_config", None)
 
 
 def prefill_graphs(args: Any) -> str | None:
@@ -134,6 +133,11 @@ def runs_adapters(args: Any) -> bool:
 def has_forward_stream(args: Any) -> bool:
     """Whether passes run on a stream of their own: with overlap scheduling and in a pipeline."""
     return not args.disable_overlap_schedule or args.pp_size > 1
+
+
+def first_gpu(args: Any) -> tuple[int, float]:
+    """(its number, the share of its memory for weights and KV pool)."""
+    return args.base_gpu_id, args.mem_fraction_static
 
 
 def replicas(args: Any) -> int:

@@ -50,10 +50,10 @@ def load_model(model: str, flags: Sequence[str]) -> Loaded:
     if arguments.asked(args, "tp_size") > 1 or arguments.asked(args, "pp_size") > 1:
         raise ConfigError("--tp-size and --pp-size above 1 are not supported yet; leave them out")
     publish(args, role="scheduler")
-    gpu = arguments.asked(args, "base_gpu_id")
+    gpu, share = arguments.first_gpu(args)
     runner = ModelRunner(
         model_config=ModelConfig.from_server_args(args),
-        mem_fraction_static=arguments.asked(args, "mem_fraction_static"),
+        mem_fraction_static=share,
         gpu_id=gpu,
         ps=parallel.one_rank(gpu),
         nccl_port=PortArgs.init_new(args).nccl_port,

@@ -127,10 +127,7 @@ class HcRadixCache(CapturingTree):
         """Tokens of `key` that the device has now."""
         return len(RadixCache.match_prefix(self, MatchPrefixParams(key=key)).device_indices)
 
-    def _nothing_restored(self, params: InitLoadBackParams) -> tuple[torch.Tensor, Any]:
-        return self._without_host_hit(params.req)
-
-    @method(answer=_nothing_restored)
+    @method(answer=lambda tree, params: tree._without_host_hit(params.req))
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, Any]:
         """Allocate and insert slots for a request's host hit, and queue their restoration.
 
