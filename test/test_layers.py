@@ -81,6 +81,86 @@ def test_nobody_reaches_through_the_tiers() -> None:
     assert {name: chains for name, chains in found.items() if chains} == {}
 
 
+BINDING = "python/sglang_hc/srt/binding"
+
+OWNERS = {"args", "server_args", "ps", "req", "arguments.of"}
+"""What SGLang's arguments, ranks and requests are called, and what gives the first of them."""
+
+FIELDS = {
+    *("server_args", "_hc_config", "ps", "tp_group", "pp_group", "world_group"),
+    *("tp_rank", "tp_size", "pp_rank", "pp_size", "dp_rank", "dp_size"),
+    *("rid", "extra_key", "cache_salt", "lora_id", "prefix_indices", "last_node", "req_pool_idx"),
+    *("host_hit_length", "storage_hit_length", "cache_protected_len", "kv_committed_len"),
+    *("cached_tokens", "cached_tokens_host", "cached_tokens_storage", "inflight_middle_chunks"),
+    *("full_untruncated_fill_ids", "origin_input_ids", "output_ids", "get_fill_ids"),
+    *("_compute_max_prefix_len", "is_retracted", "retracted_stain"),
+}
+"""Their fields that have a name of their own, whatever their owner is called."""
+
+SENT = {"self", "body", "recv_req", "result", "params"}
+SENT_FIELDS = {"rid", "extra_key", "cache_salt", "host_hit_length"}
+"""Of what is on its way to the scheduler, and what the tree is asked and answers: no requests."""
+
+RANKS = {"get_parallel", "get_server_args", "get_world_group", "get_tp_group", "get_pp_group"}
+
+
+def reads_of_sglang(source: str) -> list[str]:
+    """Where a file reads or writes a field of SGLang's arguments, ranks or requests itself."""
+    nodes = list(ast.walk(ast.parse(source)))
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    modules = {alias.asname or alias.name for node in imports for alias in node.names}
+    found = [f"import {name}" for name in modules & RANKS]
+    froms = [node.module or "" for node in imports if isinstance(node, ast.ImportFrom)]
+    found += [module for module in froms if module.startswith("sglang.srt.distributed")]
+    for node in nodes:
+        owner, name = accessed(node)
+        if owner in modules or name.isupper() or (owner in SENT and name in SENT_FIELDS):
+            continue  # a function of ours, or an attribute of ours
+        called = owner.partition("(")[0]
+        if name in FIELDS or called in OWNERS or called.rpartition(".")[2] in OWNERS:
+            found.append(ast.unparse(node))
+    return found
+
+
+def accessed(node: ast.AST) -> tuple[str, str]:
+    """The object and the name of its attribute, if an expression takes one."""
+    if isinstance(node, ast.Attribute):
+        return ast.unparse(node.value), node.attr
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
+        owner, name = node.args[:2]
+        word = name.value if isinstance(name, ast.Constant) else ast.unparse(name)
+        return ast.unparse(owner), str(word)
+    return "", "NONE"
+
+
+def test_one_room_reads_sglangs_arguments_ranks_and_requests() -> None:
+    """So an upgrade that moves them changes that room (`srt/binding`)."""
+    for planted in (
+        "args.page_size", "getattr(args, name)", "runner.server_args", "arguments.of(one).dtype",
+        "scheduler.ps.pp_size", "runner.tp_group.cpu_group", "from sglang.srt.distributed import x",
+        "from sglang.srt.runtime_context import get_parallel", "req.anything", "params.req.rid",
+        "one.prefix_indices", "setattr(one, 'last_node', node)", "self._last.rid", "key.extra_key",
+        "req.host_hit_length = 0", "hasattr(req, 'x')", "for x in batch.reqs: x.output_ids",
+    ):  # fmt: skip
+        assert reads_of_sglang(planted), planted
+    for ours in (
+        "from a import parallel\nparallel.tp_size(runner)", "fields.prefix_length(req)",
+        "getattr(req, SERIAL)", "params.host_hit_length", "recv_req.rid", "f(params.req)", "f(rid)",
+    ):  # fmt: skip
+        assert not reads_of_sglang(ours), ours
+    files = {
+        file.relative_to(ROOT): file.read_text()
+        for file in (ROOT / "python/sglang_hc/srt").rglob("*.py")
+    }
+    assert len(files) > 50 and any(reads_of_sglang(text) for text in files.values())
+    found = {
+        str(file): reads
+        for file, text in files.items()
+        if not file.is_relative_to(BINDING) and (reads := reads_of_sglang(text))
+    }
+    assert found == {}
+
+
 def test_no_test_edits_the_import_path() -> None:
     """What tests share lies in test/support, which pytest finds; a process gets PYTHONPATH."""
     edit = re.compile(r"sys\.path(\.(insert|append|extend)|\[[^]]*\]\s*=|\s*\+?=[^=])")

@@ -27,11 +27,11 @@ from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.queue_view import QueueRules, QueueView
 from sglang_hc.restore.path import RestorePath
+from sglang_hc.restore.prerestored import PrerestoredBlocks
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
-from sglang_hc.srt.tree.prerestored import PrerestoredBlocks
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.executor import ThreadExecutor

@@ -203,6 +203,19 @@ def shared_directory(config: HcConfig) -> str | None:
     return os.path.expanduser(directory)
 
 
+def refuse_same_directory(config: HcConfig) -> None:
+    """Raise ConfigError when two directories are one, whatever they are called."""
+    shared = shared_directory(config)
+    given = [*config.disk, *([] if shared is None else [shared])]
+    paths = [os.path.realpath(DirectorySpec.parse(text).path) for text in given]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise ConfigError(
+                f"{path} is given more than once to --hc-disk and --hc-remote file; give each "
+                "directory once"
+            )
+
+
 class Need(NamedTuple):
     """What an option has no effect without.
 

@@ -12,13 +12,13 @@ import torch
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.queue.requests import Serial
 from sglang_hc.restore.path import Restoration
-from sglang_hc.restore.restorer import Restorer
-from sglang_hc.srt.engine.streams import ComputeStream
-from sglang_hc.srt.tree.prerestored import (
+from sglang_hc.restore.prerestored import (
     PrerestoredBlocks,
     interleave_slots,
     missing_ranges,
 )
+from sglang_hc.restore.restorer import Restorer
+from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import BLOCK_BYTES

@@ -1,6 +1,7 @@
 """Which form each layer is kept in: exact search over the three counts (HCache section 4.1.2).
 
-`auto_plan` is what `--hc-forms auto` does on a measured machine, with one line that explains it.
+`auto_plan` is what `--hc-forms auto` does on a measured machine, with one line that explains it;
+`explicit_plan` what other values of the flag say.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from sglang_hc.forms import LayerPlan, StateShape
+from sglang_hc.forms import LayerPlan, PlanError, StateShape
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.makespan import LayerTimes, makespan
 from sglang_hc.policy.meeting import best_split, from_below
@@ -31,6 +32,19 @@ KEPT = 1.15
 times what it takes with the best one: what is stored under another plan is lost."""
 
 _ROUNDING = 1e-12
+
+
+def explicit_plan(forms: str, num_layers: int) -> LayerPlan:
+    """The plan `--hc-forms` names. Raises PlanError unless a model of `num_layers` can use it."""
+    try:
+        plan = LayerPlan.parse(forms, num_layers)
+    except PlanError as error:
+        raise PlanError(f"--hc-forms: {error}") from None
+    if plan.recompute == num_layers:
+        raise PlanError(
+            f"--hc-forms {forms} keeps nothing; add --hc-disable to serve without the tiers"
+        )
+    return plan
 
 
 def best_layer_plan(

@@ -14,12 +14,12 @@ from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.restore_plan import Choice, Reason, RestorePlan
 from sglang_hc.queue.requests import QueuedPrompt, Serial
+from sglang_hc.restore.prerestored import PrerestoredBlocks
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.srt.engine.intake import SERIAL
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.tree.ahead import BLOCKS_PER_PASS, Placed, RestoreAhead
 from sglang_hc.srt.tree.device_tree import DeviceTree
-from sglang_hc.srt.tree.prerestored import PrerestoredBlocks
 from sglang_hc.tree.identity import Prefix, unpack_tokens
 from support.early_world import Allocator, Copies
 from support.host import host_tier, keep, tokens_of

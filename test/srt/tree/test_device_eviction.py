@@ -15,10 +15,10 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sglang_hc.forms import LayerPlan
 from sglang_hc.queue.lookahead import LookAhead
+from sglang_hc.restore.prerestored import PrerestoredBlocks
 from sglang_hc.srt.engine.scheduler import OwnScheduler
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
-from sglang_hc.srt.tree.prerestored import PrerestoredBlocks
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.tree.identity import pack_tokens
 from support.host import FINGERPRINT, identities

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.queue.meeting import Action
 from sglang_hc.queue.requests import Serial
-from sglang_hc.srt.engine.intake import SERIAL
-from sglang_hc.srt.tree.ahead import RestoreAhead
-from sglang_hc.srt.tree.device_tree import DeviceTree
-from sglang_hc.srt.tree.prerestored import (
+from sglang_hc.restore.prerestored import (
     interleave_slots,
     missing_ranges,
 )
+from sglang_hc.srt.engine.intake import SERIAL
+from sglang_hc.srt.tree.ahead import RestoreAhead
+from sglang_hc.srt.tree.device_tree import DeviceTree
 from sglang_hc.store.outcome import Outcome
 from support.early_world import ME, STOP, EarlyWorld
 from support.examples import examples

@@ -14,8 +14,8 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
+from sglang_hc.restore.prerestored import PrerestoredBlocks
 from sglang_hc.srt.engine.streams import ComputeStream
-from sglang_hc.srt.tree.prerestored import PrerestoredBlocks
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.host import keep

@@ -13,9 +13,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, Phase
+from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_hc.config import ConfigError
+from sglang_hc.srt.binding import arguments
 
 logger = logging.getLogger(__name__)
 
@@ -30,22 +31,18 @@ def check_prefill_graphs(args: Any, wished: str | None) -> None:
     """Refuse or switch off prefill graphs that run no Python at the layers.
 
     args: SGLang's arguments after it has resolved them. wished: `cuda_graph_backend_prefill` as it
-    was before: SGLang writes its own choice for some models there. Raises ConfigError when the
-    user asked for such a back end; where SGLang chose it, prefill runs without graphs.
+    was before. Raises ConfigError when the user asked for such a back end; where SGLang chose it,
+    prefill runs without graphs.
     """
-    if not isinstance(args.cuda_graph_config, CudaGraphConfig):
-        return  # SGLang resolves nothing for a dummy model
-    backend = args.cuda_graph_config.prefill.backend
+    backend = arguments.prefill_graphs(args)
     why = REFUSED.get(backend)
     if why is None:
         return
-    chosen_by_sglang = wished is None and args.cuda_graph_backend_prefill is not None
-    asked = (Phase.PREFILL, "backend") in args._cuda_graph_config_locked
-    if asked and not chosen_by_sglang:
+    if arguments.prefill_graphs_were_asked(args, wished):
         raise ConfigError(
             f"sglang-hc does not support --cuda-graph-backend-prefill {backend} (or the same in "
             f"--cuda-graph-config): {why}. Use breakable or disabled, or add --hc-disable to "
             "serve without the tiers"
         )
-    args.cuda_graph_config.prefill.backend = Backend.DISABLED
+    arguments.leave_out_prefill_graphs(args)
     logger.info("sglang-hc: prefill runs without CUDA graphs, not with %s: %s", backend, why)

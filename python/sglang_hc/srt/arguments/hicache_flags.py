@@ -6,9 +6,8 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from sglang.srt.server_args import ServerArgs
-
 from sglang_hc.errors import ConfigError
+from sglang_hc.srt.binding.arguments import asked, default
 
 INSTEAD = {
     "enable_hierarchical_cache": "the tiers are on without it",
@@ -29,23 +28,23 @@ def forget_defaults(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(**dict.fromkeys(INSTEAD))
 
 
-def given(args: argparse.Namespace) -> list[str]:
+def given(parsed: argparse.Namespace) -> list[str]:
     """Which of them a command line or a file of `--config` has."""
-    return [name for name in INSTEAD if getattr(args, name, None) is not None]
+    return [name for name in INSTEAD if getattr(parsed, name, None) is not None]
 
 
-def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
+def with_defaults(parsed: argparse.Namespace) -> argparse.Namespace:
     """The parsed arguments with SGLang's defaults for those that were not given."""
-    words = vars(args)
+    words = vars(parsed)
     lacking = [name for name in INSTEAD if name in words and words[name] is None]
-    return argparse.Namespace(**words | {name: getattr(ServerArgs, name) for name in lacking})
+    return argparse.Namespace(**words | {name: default(name) for name in lacking})
 
 
 def changed(args: Any) -> list[str]:
     """Which of them differ from their defaults in arguments that no command line gave."""
-    if args.radix_cache_backend == "hc":  # a copy of what we have completed ourselves
+    if asked(args, "radix_cache_backend") == "hc":  # a copy of what we have completed ourselves
         return []
-    return [name for name in INSTEAD if getattr(args, name) != getattr(ServerArgs, name)]
+    return [name for name in INSTEAD if asked(args, name) != default(name)]
 
 
 def refuse(names: Iterable[str]) -> None:

@@ -14,12 +14,12 @@ import torch
 from sglang.srt.environ import envs
 
 from sglang_hc.command_line import add_flags, config_from, given_flags
-from sglang_hc.config import CONFIG_ENV, ConfigError, HcConfig, flag_of, shared_directory
-from sglang_hc.forms import LayerPlan, PlanError
+from sglang_hc.config import CONFIG_ENV, ConfigError, HcConfig, flag_of, refuse_same_directory
 from sglang_hc.srt.arguments import hicache_flags
 from sglang_hc.srt.arguments.graphs import check_prefill_graphs
+from sglang_hc.srt.binding import arguments
+from sglang_hc.srt.binding.arguments import asked, choose
 from sglang_hc.srt.engine import cpu
-from sglang_hc.store.disk import DirectorySpec
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,15 @@ SWITCHES = {
     "encoder_only": "nothing is generated, so nothing returns",
 }
 """Arguments of SGLang that are refused when they are set, and why."""
+
+WITH_STAGES = {
+    "speculative_algorithm": "SGLang verifies no proposed tokens in a pipeline",
+    "pp_async_batch_depth": "results that are handled later were not tested",
+    "enable_dynamic_chunking": (
+        "stages would learn the sizes of chunks beside requests that restore"
+    ),
+}
+"""Those that are refused with several stages of a pipeline, and why."""
 
 SPECULATION = ("NGRAM", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 """Algorithms of speculative decoding that are served."""
@@ -97,7 +106,7 @@ def _asked_for(args: argparse.Namespace) -> HcConfig | None:
     return None
 
 
-def post_init(original: Callable[[Any], None], self: Any) -> None:
+def post_init(original: Callable[[Any], None], args: Any) -> None:
     """AROUND ServerArgs.__post_init__: choose backends, switch the tier on, refuse what cannot be.
 
     `sgl.Engine` has no flags: there the options come from the environment (see `CONFIG_ENV`).
@@ -106,60 +115,48 @@ def post_init(original: Callable[[Any], None], self: Any) -> None:
     if config is None and CONFIG_ENV in os.environ:
         config = HcConfig.from_json(os.environ[CONFIG_ENV])
         if not config.disable:
-            hicache_flags.refuse(hicache_flags.changed(self))
+            hicache_flags.refuse(hicache_flags.changed(args))
     if config is not None and config.disable:
         idle = [flag_of(name) for name in config.changed() if name != "disable"]
         if idle:
             logger.warning("sglang-hc: --hc-disable: %s without effect", ", ".join(idle))
     if config is not None:
         if not torch.cuda.is_available():
-            chosen = cpu.choose_backends(self)
+            chosen = cpu.choose_backends(args)
             if chosen:
                 logger.info("sglang-hc: no CUDA device; chose %s", ", ".join(chosen))
         if not config.disable:
-            refuse_modes(self, config)
-            _refuse_same_directory(config)
+            refuse_modes(args, config)
+            refuse_same_directory(config)
             if config.remote is not None:
                 from sglang_hc.srt.arguments.storage_backends import check_remote
 
                 check_remote(config)
-            if config.overflow == "reembed" and self.speculative_draft_model_path is not None:
+            drafts = asked(args, "speculative_draft_model_path") is not None
+            if config.overflow == "reembed" and drafts:
                 raise ConfigError(
                     "--hc-overflow reembed and --speculative-draft-model-path: a draft model's "
                     "state does not move; use --hc-overflow recompute or leave one of the two out"
                 )
-            if config.schedule == "ready-first" and self.enable_priority_scheduling:
+            if config.schedule == "ready-first" and asked(args, "enable_priority_scheduling"):
                 raise ConfigError(
                     "--hc-schedule ready-first and --enable-priority-scheduling both put the "
                     "waiting queue in order; leave one of them out"
                 )
-            self.radix_cache_backend = "hc"
-            self.enable_hierarchical_cache = True
+            choose(args, "radix_cache_backend", "hc")
+            choose(args, "enable_hierarchical_cache", True)
             # Has SGLang tell the tree of every queued request; its own back end is not built.
-            self.hicache_storage_backend = "file"
+            choose(args, "hicache_storage_backend", "file")
         if not torch.cuda.is_available():
-            cpu.check_speculation(self)
-        object.__setattr__(self, "_hc_config", config.to_dict())
+            cpu.check_speculation(args)
+        arguments.keep_options(args, config.to_dict())
         os.environ.setdefault(CUT_KEY_ENV, secrets.token_hex(32))
-    wished = self.cuda_graph_backend_prefill
-    original(self)
+    wished = asked(args, "cuda_graph_backend_prefill")
+    original(args)
     if config is not None and not config.disable:
-        check_prefill_graphs(self, wished)
-        check_radix_cache(self)
-        _refuse_algorithm(self)  # SGLang may have chosen another one
-
-
-def _refuse_same_directory(config: HcConfig) -> None:
-    """Raise ConfigError when two directories are one, whatever they are called."""
-    shared = shared_directory(config)
-    given = [*config.disk, *([] if shared is None else [shared])]
-    paths = [os.path.realpath(DirectorySpec.parse(text).path) for text in given]
-    for path in paths:
-        if paths.count(path) > 1:
-            raise ConfigError(
-                f"{path} is given more than once to --hc-disk and --hc-remote file; give each "
-                "directory once"
-            )
+        check_prefill_graphs(args, wished)
+        check_radix_cache(args)
+        _refuse_algorithm(arguments.draft_algorithm(args))  # SGLang may have chosen another one
 
 
 def check_radix_cache(args: Any) -> None:
@@ -168,9 +165,10 @@ def check_radix_cache(args: Any) -> None:
     SGLang switches its radix cache off for attention backends whose results would depend on what is
     cached; among them is its own default on some GPUs.
     """
-    if args.enable_deterministic_inference and args.disable_radix_cache:
+    if arguments.is_deterministic(args) and not arguments.has_radix_cache(args):
+        backend = arguments.attention_backend(args)
         raise ConfigError(
-            f"--enable-deterministic-inference with --attention-backend {args.attention_backend} "
+            f"--enable-deterministic-inference with --attention-backend {backend} "
             "switches SGLang's radix cache off, and the tiers hang on it; give "
             "--attention-backend fa3 or triton, or add --hc-disable to serve without the tiers"
         )
@@ -178,53 +176,40 @@ def check_radix_cache(args: Any) -> None:
 
 def config_of(args: Any) -> HcConfig | None:
     """The tier's options inside SGLang's arguments; None when it is off."""
-    values = getattr(args, "_hc_config", None)
+    values = arguments.kept_options(args)
     if values is None:
         return None
     config = HcConfig.from_mapping(values, "server arguments")
     return None if config.disable else config
 
 
-def explicit_plan(forms: str, num_layers: int) -> LayerPlan:
-    """The plan `--hc-forms` names. Raises PlanError unless a model of `num_layers` can use it."""
-    try:
-        plan = LayerPlan.parse(forms, num_layers)
-    except PlanError as error:
-        raise PlanError(f"--hc-forms: {error}") from None
-    if plan.recompute == num_layers:
-        raise PlanError(
-            f"--hc-forms {forms} keeps nothing; add --hc-disable to serve without the tiers"
-        )
-    return plan
-
-
 def refuse_modes(args: Any, config: HcConfig) -> None:
     """Raise ConfigError for a mode in which restored state could be wrong."""
-    _refuse_algorithm(args)
+    _refuse_algorithm(asked(args, "speculative_algorithm"))
     for name, why in SWITCHES.items():
-        _refuse(getattr(args, name), _flag(name), why)
+        _refuse(asked(args, name), _flag(name), why)
     for name in ("attn_cp_size", "dcp_size"):
         what = f"{_flag(name)} above 1"
-        _refuse(getattr(args, name) > 1, what, "a rank holds a part of the tokens only")
+        _refuse(asked(args, name) > 1, what, "a rank holds a part of the tokens only")
     for name in ("cpu_offload_gb", "offload_group_size"):
-        _refuse(getattr(args, name) > 0, _flag(name), OFFLOADED)
+        _refuse(asked(args, name) > 0, _flag(name), OFFLOADED)
     _refuse(envs.SGLANG_RUST_SERVER.get(), "SGLANG_RUST_SERVER", UNCHECKED)
-    apart = args.disaggregation_mode not in (None, "null")
+    apart = asked(args, "disaggregation_mode") not in (None, "null")
     _refuse(apart, "--disaggregation-mode", "prefill and decode do not share a cache")
-    backend = args.radix_cache_backend
+    backend = asked(args, "radix_cache_backend")
     another = backend not in (None, "hc")
     _refuse(another, f"--radix-cache-backend {backend}", "there is one tree per server")
-    apart = args.enable_http2 and args.tokenizer_worker_num > 1
+    apart = asked(args, "enable_http2") and asked(args, "tokenizer_worker_num") > 1
     why = "workers of that HTTP server load no plugins, so they would check nothing"
     _refuse(apart, "--enable-http2 with --tokenizer-worker-num above 1", why)
-    if args.tp_size * args.pp_size > 1:
+    stages = asked(args, "pp_size")
+    if asked(args, "tp_size") * stages > 1:
         _refuse_with_ranks(args, config)
-    if args.pp_size > 1:
+    if stages > 1:
         _refuse_with_stages(args, config)
 
 
-def _refuse_algorithm(args: Any) -> None:
-    algorithm = args.speculative_algorithm
+def _refuse_algorithm(algorithm: str | None) -> None:
     wrong = algorithm is not None and algorithm.upper() not in SPECULATION
     why = "its draft model keeps state that is not restored"
     _refuse(wrong, f"--speculative-algorithm {algorithm}", why)
@@ -232,40 +217,28 @@ def _refuse_algorithm(args: Any) -> None:
 
 def _refuse_with_ranks(args: Any, config: HcConfig) -> None:
     """What the ranks of one model cannot do together."""
-    ranks = f"with {'--tp-size' if args.pp_size == 1 else '--pp-size'} above 1"
+    ranks = f"with {'--tp-size' if asked(args, 'pp_size') == 1 else '--pp-size'} above 1"
     why = "ranks tell each other what they have through the memory of one machine"
-    _refuse(args.nnodes > 1, f"--nnodes above 1 {ranks}", why)
+    _refuse(asked(args, "nnodes") > 1, f"--nnodes above 1 {ranks}", why)
     why = "a rank sees the hidden states of a part of the tokens only"
-    _refuse(args.enable_attn_tp_input_scattered, "--enable-attn-tp-input-scattered", why)
+    scattered = "enable_attn_tp_input_scattered"
+    _refuse(asked(args, scattered), _flag(scattered), why)
     why = "state that moves was not tested on several ranks"
     _refuse(config.overflow == "reembed", f"--hc-overflow reembed {ranks}", why)
 
 
 def _refuse_with_stages(args: Any, config: HcConfig) -> None:
     """What the stages of a pipeline cannot do, beside what ranks cannot."""
-    all_three = args.dp_size > 1 and args.tp_size > 1
-    lora = args.enable_lora or args.lora_paths
-    for wrong, what, why in (
-        (all_three, "--dp-size and --tp-size above 1", "all three together were not tested"),
-        (
-            args.speculative_algorithm,
-            "--speculative-algorithm",
-            "SGLang verifies no proposed tokens in a pipeline",
-        ),
-        (
-            args.pp_async_batch_depth > 0,
-            "--pp-async-batch-depth",
-            "results that are handled later were not tested",
-        ),
-        (
-            args.enable_dynamic_chunking,
-            "--enable-dynamic-chunking",
-            "stages would learn the sizes of chunks beside requests that restore",
-        ),
-        (config.exact, "--hc-exact", "recomputed layers are proven on the first stage only"),
-        (lora, "--enable-lora", "both together were not tested"),
-    ):
-        _refuse(wrong, f"{what} with --pp-size above 1", why)
+    stages = "with --pp-size above 1"
+    all_three = asked(args, "dp_size") > 1 and asked(args, "tp_size") > 1
+    why = "all three together were not tested"
+    _refuse(all_three, f"--dp-size and --tp-size above 1 {stages}", why)
+    for name, why in WITH_STAGES.items():
+        _refuse(asked(args, name), f"{_flag(name)} {stages}", why)
+    why = "recomputed layers are proven on the first stage only"
+    _refuse(config.exact, f"--hc-exact {stages}", why)
+    has_adapters = arguments.may_have_adapters(args)
+    _refuse(has_adapters, f"--enable-lora {stages}", "both together were not tested")
 
 
 def _refuse(wrong: object, what: str, why: str) -> None:

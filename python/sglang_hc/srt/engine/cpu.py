@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_hc.config import ConfigError
+from sglang_hc.srt.binding.arguments import asked, choose
 
 SGLANGS_ATTENTION = "SGLANG_HC_SGLANGS_ATTENTION"
 """Environment variable of comparisons: with "1" SGLang's own attention stays in place on a CPU, see
@@ -36,9 +37,10 @@ def check_speculation(args: Any) -> None:
     build, which SGLANG_USE_CPU_ENGINE selects, brings them, and the wheel does not."""
     from sglang.srt.utils import is_cpu
 
-    if args.speculative_algorithm is not None and not is_cpu():
+    algorithm = asked(args, "speculative_algorithm")
+    if algorithm is not None and not is_cpu():
         raise ConfigError(
-            f"--speculative-algorithm {args.speculative_algorithm} needs a GPU: SGLang's wheel has "
+            f"--speculative-algorithm {algorithm} needs a GPU: SGLang's wheel has "
             "no kernels for it without one; leave the flag out"
         )
 
@@ -53,24 +55,25 @@ def choose_backends(args: Any) -> list[str]:
         "page_size": (None, 1),
         "sleep_on_idle": (False, True),
     }
-    if args.page_size not in (None, 1):
+    page = asked(args, "page_size")
+    if page not in (None, 1):
         raise ConfigError(
-            f"--page-size {args.page_size} needs a GPU: without one SGLang allocates single "
+            f"--page-size {page} needs a GPU: without one SGLang allocates single "
             "tokens; leave the flag out"
         )
-    if args.grammar_backend == "xgrammar":
+    if asked(args, "grammar_backend") == "xgrammar":
         raise ConfigError(
             "--grammar-backend xgrammar needs a GPU: its masks are made for one, and the first "
             "request with a grammar would end the server; give outlines"
         )
-    if args.enable_deterministic_inference:
+    if asked(args, "enable_deterministic_inference"):
         raise ConfigError(
             "--enable-deterministic-inference needs a GPU: SGLang's operators that do not depend "
             "on the batch are kernels for one; on a CPU --hc-exact makes restored state bit-exact"
         )
     said = []
     for name, (unset, value) in chosen.items():
-        if getattr(args, name) == unset:
-            setattr(args, name, value)
+        if asked(args, name) == unset:
+            choose(args, name, value)
             said.append(f"{name}={value}")
     return said

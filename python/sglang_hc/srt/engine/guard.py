@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_hc.srt.binding import fields
+
 logger = logging.getLogger(__name__)
 
 counters: Counter[str] = Counter()
@@ -63,7 +65,7 @@ def give_up(tree: Any, self: Any, req: Any, *_: Any, **__: Any) -> None:
 
 def like_no_other(tree: Any, self: Any, req: Any, *_: Any, **__: Any) -> None:
     """A request whose namespace is not known shares nothing with anybody."""
-    req.extra_key = secrets.token_hex(16)
+    fields.set_namespace(req, secrets.token_hex(16))
 
 
 STALE = Unguarded("state of other weights, or that was to be forgotten, would be served")
@@ -169,15 +171,9 @@ def _around(name: str, hook: Callable[..., Any], drop: Callable[..., object]) ->
 
 
 def _beside(name: str, hook: Callable[..., Any], drop: Callable[..., object]) -> Callable[..., Any]:
-    """Before or after a function of SGLang's."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        def own(asked: _Asked, *args: Any, **kwargs: Any) -> Any:
-            return hook(*args, **kwargs)
-
-        return _served(name, drop, tree_of(*args), own, _Asked(nothing), args, kwargs)
-
-    return call
+    """Before or after a function of SGLang's, which is not asked."""
+    around = _around(name, lambda _, *args, **kwargs: hook(*args, **kwargs), drop)
+    return lambda *args, **kwargs: around(nothing, *args, **kwargs)
 
 
 def _served(

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from sglang_hc.metrics import Exporter
+from sglang_hc.srt.binding import fields, parallel
 
 
 class OwnScheduler:
@@ -28,7 +29,7 @@ class OwnScheduler:
         """All requests that were queued, with whose last pass is being looked at."""
         scheduler: Any = self._scheduler()
         batches = [scheduler.running_batch, scheduler.last_batch]
-        if scheduler.ps.pp_size > 1:
+        if parallel.pp_size(scheduler) > 1:
             batches = [*scheduler.running_mbs, *scheduler.mbs]
         batches += [batch for batch, *_ in getattr(scheduler, "result_queue", ())]
         found = [*scheduler.waiting_queue]
@@ -42,8 +43,7 @@ class OwnScheduler:
         """Whether a batch may be on its way through a pipeline. Then stages cannot wait for each
         other, and nothing may be cleared."""
         scheduler = self._scheduler()
-        several: bool = scheduler.ps.pp_size > 1  # type: ignore[union-attr]
-        return several and not scheduler.is_fully_idle()  # type: ignore[union-attr]
+        return parallel.pp_size(scheduler) > 1 and not scheduler.is_fully_idle()  # type: ignore[union-attr]
 
     @property
     def decoding(self) -> int:
@@ -52,9 +52,8 @@ class OwnScheduler:
 
     def has_another(self, req: Any) -> bool:
         """Whether another request with the `rid` of this one waits or runs."""
-        return any(
-            one is not req and one.rid == req.rid and not one.finished() for one in self.requests
-        )
+        others = (one for one in self.requests if one is not req and not fields.is_over(one))
+        return any(fields.name_of(one) == fields.name_of(req) for one in others)
 
     @property
     def draft_runner(self) -> Any:

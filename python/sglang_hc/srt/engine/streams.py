@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from sglang.srt.runtime_context import get_resources
 
+from sglang_hc.srt.binding import arguments
+
 
 class ComputeStream:
     """Where SGLang runs the forward passes. Belongs to the scheduler thread."""
@@ -31,8 +33,7 @@ class ComputeStream:
     @classmethod
     def of(cls, runner: Any) -> ComputeStream:
         """As SGLang's scheduler decides it for a model runner."""
-        args = runner.server_args
-        has_own = not args.disable_overlap_schedule or args.pp_size > 1
+        has_own = arguments.has_forward_stream(arguments.of(runner))
         return cls(torch.device(runner.device), runner.forward_stream if has_own else None)
 
     @contextlib.contextmanager

@@ -17,6 +17,7 @@ from sglang_hc import __version__, profile_file
 from sglang_hc.config import HcConfig
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.restore.probe import probe
+from sglang_hc.srt.binding import arguments, parallel
 from sglang_hc.srt.model.exactness import has_fixed_tiles
 from sglang_hc.srt.model.families import LayerAdapter
 from sglang_hc.srt.model.projection import installed_kernels
@@ -91,19 +92,20 @@ def measured(
 
 def fingerprint(runner: Any, disks: tuple[str, ...], hidden: bool) -> str:
     """What the costs depend on, in words: model geometry, types, device, disks, versions."""
-    args = runner.server_args
+    args = arguments.of(runner)
+    ranks, stages = parallel.tp_size(runner), parallel.pp_size(runner)
     config = runner.model_config.hf_config.to_json_string(use_diff=False)
     digest = hashlib.blake2b(config.encode(), digest_size=8).hexdigest()
     parts = [
         f"{type(runner.model).__name__} {digest}",
         str(runner.dtype).removeprefix("torch."),
-        f"quantization {args.quantization}",
-        f"KV {args.kv_cache_dtype}",
+        f"quantization {arguments.quantization(args)}",
+        f"KV {arguments.kv_cache_dtype(args)}",
         "hidden states" if hidden else "KV only",
         *(["fixed tiles"] if has_fixed_tiles(runner.model) else []),
-        *(["deterministic"] if args.enable_deterministic_inference else []),
-        *([f"tensor parallel {runner.ps.tp_size}"] if runner.ps.tp_size > 1 else []),
-        *([f"pipeline parallel {runner.ps.pp_size}"] if runner.ps.pp_size > 1 else []),
+        *(["deterministic"] if arguments.is_deterministic(args) else []),
+        *([f"tensor parallel {ranks}"] if ranks > 1 else []),
+        *([f"pipeline parallel {stages}"] if stages > 1 else []),
         _device_name(runner),
         *_kernels(runner),
         *(f"disk {Path(DirectorySpec.parse(disk).path).resolve()}" for disk in disks),

@@ -19,6 +19,7 @@ from sglang_hc.capture.verified import PASSES, VerifiedRows
 from sglang_hc.device.copy_stream import distinct_stream
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import LayerPlan, StateShape
+from sglang_hc.srt.binding import arguments
 from sglang_hc.srt.model.columns import columns_of
 from sglang_hc.srt.model.scratch_layer import model_shape
 from sglang_hc.srt.ranks.start_group import StartGroup
@@ -83,11 +84,11 @@ def capture_sizes(
 ) -> CaptureSizes:
     """args: SGLang's. layer: one layer's state. device_bytes: memory of the device, None where the
     host's memory is the device's."""
-    rows = rows_per_pass(args, context)
+    sizes, rows = arguments.pass_sizes(args), rows_per_pass(args, context)
     hidden = plan.hidden * layer.hidden_bytes
     kv = plan.kv * sum(layer.kv_parts)
-    step, proposed = decode_rows(args), args.max_speculative_num_draft_tokens
-    verified = step if proposed else 0
+    step = decode_rows(sizes)
+    verified = step if sizes.proposed else 0
     # Three decode steps of all requests: one computed, one copied, one scattered.
     snapshot = min(512, max(128, step * 3 // SNAPSHOT_BUFFERS))
     if device_bytes is None:
@@ -100,26 +101,22 @@ def capture_sizes(
 def rows_per_pass(args: Any, context: int) -> int:
     """Most rows of one forward pass that are captured: a prefill chunk, or a decode step of all
     requests, or both where they are mixed."""
-    chunk = args.chunked_prefill_size or -1
-    prefill = min(max(args.max_prefill_tokens, context), UNCHUNKED_ROWS) if chunk <= 0 else chunk
-    step = decode_rows(args)
-    return prefill + step if args.enable_mixed_chunk else max(prefill, step)
+    sizes = arguments.pass_sizes(args)
+    prefill = sizes.chunk or min(max(sizes.uncut, context), UNCHUNKED_ROWS)
+    step = decode_rows(sizes)
+    return prefill + step if sizes.is_mixed else max(prefill, step)
 
 
-def decode_rows(args: Any) -> int:
+def decode_rows(sizes: arguments.PassSizes) -> int:
     """Rows of a decode step of all requests: with speculative decoding those that are verified.
-
-    As many requests run as the options say, or twice what SGLang's decode graphs are for on this
-    device. More of them cost saves while scattering is behind, nothing else.
-    """
-    running = int(args.max_running_requests or 2 * args.cuda_graph_config.decode.max_bs)
-    return running * (args.max_speculative_num_draft_tokens or 1)
+    More requests cost saves while scattering is behind, nothing else."""
+    return sizes.requests * (sizes.proposed or 1)
 
 
 def take_capture_memory(runner: Any, plan: LayerPlan, group: StartGroup) -> CaptureMemory:
     """For a loaded model. All ranks of the group take the same. Raises ConfigError when the device
     has not enough."""
-    args, context = runner.server_args, runner.model_config.context_len
+    args, context = arguments.of(runner), runner.model_config.context_len
     layer = model_shape(runner)
     device = next(runner.model.parameters()).device
     own = device.type == "cuda"
@@ -127,7 +124,8 @@ def take_capture_memory(runner: Any, plan: LayerPlan, group: StartGroup) -> Capt
     if own:
         total = group.least(torch.cuda.get_device_properties(device).total_memory)
     sizes = capture_sizes(args, plan, layer, context, total)
-    if sizes.rows < context and (args.chunked_prefill_size or -1) <= 0 and plan.hidden:
+    chunk = arguments.pass_sizes(args).chunk
+    if sizes.rows < context and chunk is None and plan.hidden:
         logger.info(
             "sglang-hc: without --chunked-prefill-size a pass may have %d rows; the hidden states "
             "of its first %d are saved",
@@ -151,7 +149,7 @@ def take_capture_memory(runner: Any, plan: LayerPlan, group: StartGroup) -> Capt
         raise ConfigError(
             f"saving passes of {sizes.rows} rows takes {sizes.bytes / 2**30:.1f} GiB beside the "
             "model's weights, and there is not so much; give a smaller --chunked-prefill-size "
-            f"(now {args.chunked_prefill_size}), or --hc-forms kv ({what})"
+            f"(now {chunk or -1}), or --hc-forms kv ({what})"
         ) from None
     return CaptureMemory(sizes, taps, verified, ring, staging)
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from sglang_hc.srt.binding import parallel
+
 
 @dataclass(frozen=True)
 class Columns:
@@ -47,8 +49,8 @@ def all_columns(width: int) -> Columns:
 def columns_of(runner: Any, width: int) -> Columns:
     """What this rank keeps of rows of `width` elements, or bytes: its part of them where they can
     be divided evenly, and else the whole rows."""
-    ranks = runner.ps.tp_size
+    ranks = parallel.tp_size(runner)
     if ranks == 1 or width % ranks:
         return all_columns(width)
     count = width // ranks
-    return Columns(runner.ps.tp_rank * count, count, ranks, runner.tp_group)
+    return Columns(parallel.tp_rank(runner) * count, count, ranks, parallel.tp_group(runner))

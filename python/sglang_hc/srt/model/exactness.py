@@ -21,6 +21,7 @@ import torch
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 from sglang_hc.device.exactness import cancelling, row_dependence, tiled, windows
+from sglang_hc.srt.binding import arguments
 from sglang_hc.srt.model.families import LayerAdapter
 from sglang_hc.srt.model.startup_checks import TOLERANCE, model_kv
 from sglang_hc.srt.ranks.start_group import StartGroup
@@ -74,12 +75,12 @@ def prepare(args: Any, layers: Sequence[LayerAdapter] | None, demanded: bool) ->
 
     SGLang itself puts its operators in place after the weights are loaded, and only once.
     """
-    if args.enable_deterministic_inference:
+    if arguments.is_deterministic(args):
         from sglang.srt.batch_invariant_ops import enable_batch_invariant_mode
 
         enable_batch_invariant_mode()
     for layer in layers or ():
-        layer.models_product = demanded or args.enable_deterministic_inference
+        layer.models_product = demanded or arguments.is_deterministic(args)
 
 
 def choose_product(layers: Sequence[LayerAdapter], demanded: bool) -> HiddenProof:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sglang_hc import __version__
+from sglang_hc.srt.binding import arguments
 from sglang_hc.srt.ranks.start_group import StartGroup
 
 SAMPLES = 1024
@@ -19,15 +20,15 @@ def model_identity(runner: Any, group: StartGroup) -> list[str]:
     """What a state depends on beside its tokens and its layout: the weights as they were loaded,
     how they are used, and this package's version. Where the checkpoint lies is not part of it.
     The same on all ranks of the group."""
-    args = runner.server_args
+    args = arguments.of(runner)
     config = json.loads(runner.model_config.hf_config.to_json_string(use_diff=False))
     return [
         __version__,
         json.dumps(_without_paths(config), sort_keys=True),
-        str(args.quantization),
+        str(arguments.quantization(args)),
         group.digest(cache_scales(runner.model)),
-        str(args.attention_backend),
-        str(args.kv_cache_dtype),
+        str(arguments.attention_backend(args)),
+        str(arguments.kv_cache_dtype(args)),
         group.digest(weights_digest(runner.model)),
         *([f"{group.size} ranks"] if group.size > 1 else []),
     ]

@@ -13,8 +13,9 @@ from sglang_hc.config import ConfigError, HcConfig
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.forms import LayerPlan, PlanError
 from sglang_hc.policy.cost_model import CostModel
-from sglang_hc.policy.layer_plan import AutoPlan, auto_plan
-from sglang_hc.srt.arguments.server_args import config_of, explicit_plan
+from sglang_hc.policy.layer_plan import AutoPlan, auto_plan, explicit_plan
+from sglang_hc.srt.arguments.server_args import config_of
+from sglang_hc.srt.binding import arguments, parallel
 from sglang_hc.srt.model import calibrate, families
 from sglang_hc.srt.model.capture_memory import CaptureMemory, take_capture_memory
 from sglang_hc.srt.model.exactness import (
@@ -83,13 +84,13 @@ class ModelState:
 
 def after_load_model(result: Any, self: Any) -> None:
     """AFTER ModelRunner.load_model: plan, self-check, taps."""
-    config = config_of(self.server_args)
+    config = config_of(arguments.of(self))
     if config is None or self.is_draft_worker:
         return
     group = StartGroup.of(self)
     refuse_model(self.model, group)
     layers = families.restorable_layers(self.model)
-    prepare(self.server_args, layers, config.exact)
+    prepare(arguments.of(self), layers, config.exact)
     reason = group.reason(hidden_excluded(self, layers))
     proof = None
     if reason is None:
@@ -98,9 +99,9 @@ def after_load_model(result: Any, self: Any) -> None:
         reason = disagreement(proof, self.dtype) or _not_proven(self, config, proof)
     cost = calibrate.cost_model(self, config, layers, reason is None, group)
     held = families.held_layers(self.model, self.model_config.num_hidden_layers)
-    stages = group.each(len(held))[:: self.ps.tp_size]
+    stages = group.each(len(held))[:: parallel.tp_size(self)]
     plan = group.first(lambda: _plan(self, config, cost, reason, stages))
-    own = plan.over(stages)[self.ps.pp_rank]
+    own = plan.over(stages)[parallel.pp_rank(self)]
     if layers is not None and not plan.hidden:
         use_plain_products(layers)
     memory = take_capture_memory(self, own, group)
@@ -217,8 +218,8 @@ def _auto(
         # Whether recomputation is bit-exact is known when there is a KV pool, later than the plan.
         # In a pipeline only layers of its first stage could be, which the costs do not know.
         allow_recompute=not config.exact
-        and runner.ps.pp_size == 1
-        and recompute_excluded(runner.server_args, type(runner.model).__name__) is None,
+        and parallel.pp_size(runner) == 1
+        and recompute_excluded(arguments.of(runner), type(runner.model).__name__) is None,
     )
     cost.plan = found.plan
     return found if reason is None else found._replace(explanation=f"{found.explanation}; {reason}")
@@ -226,14 +227,15 @@ def _auto(
 
 def hidden_excluded(runner: Any, layers: list[families.LayerAdapter] | None) -> str | None:
     """Why hidden states cannot be used with this model and these flags; None when they can."""
-    args = runner.server_args
+    args = arguments.of(runner)
     if layers is None:
         if families.family_of(runner.model) is not None:
-            return f"the weights are quantised ({args.quantization})"
+            return f"the weights are quantised ({arguments.quantization(args)})"
         name = type(runner.model).__name__
         return f"{name} is not among the families restored from hidden states"
-    if args.enable_lora or args.lora_paths:
+    if arguments.may_have_adapters(args):
         return "adapters change the projection per request"
-    if args.kv_cache_dtype not in ("auto", str(runner.dtype).removeprefix("torch.")):
-        return f"the KV cache is {args.kv_cache_dtype}"
+    dtype = arguments.kv_cache_dtype(args)
+    if dtype not in ("auto", str(runner.dtype).removeprefix("torch.")):
+        return f"the KV cache is {dtype}"
     return None

@@ -33,6 +33,7 @@ from sglang_hc.device.exactness import relative_error
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import LayerPlan
 from sglang_hc.restore.path import Restoration
+from sglang_hc.srt.binding import arguments
 from sglang_hc.srt.model.families import FAMILIES, held_layers
 from sglang_hc.srt.model.kv_pool import KvPoolRows
 from sglang_hc.srt.model.startup_checks import TOLERANCE
@@ -51,7 +52,7 @@ def recompute_excluded(args: Any, model_class: str) -> str | None:
     """Why no layer can be recomputed with this model and these arguments; None when it can."""
     if model_class not in RECOMPUTED:
         return f"{model_class} is not among the families whose first layers are run on their own"
-    if args.enable_lora or args.lora_paths:
+    if arguments.may_have_adapters(args):
         return "adapters change the layers per request"
     return None
 
@@ -87,9 +88,8 @@ class LayerRecomputer:
         self._runner = runner
         self._taps = taps
         self._table = runner.req_to_token_pool.req_to_token
-        args = runner.server_args
-        chunk = args.chunked_prefill_size or -1
-        self.chunk: int = chunk if chunk > 0 else args.max_prefill_tokens
+        sizes = arguments.pass_sizes(arguments.of(runner))
+        self.chunk: int = sizes.chunk or sizes.uncut
         """Tokens per pass: what SGLang sized the activations of a prefill for."""
         self._attention: dict[int, list[RadixAttention]] = {}
         for module in runner.model.modules():
@@ -143,7 +143,7 @@ class LayerRecomputer:
         batch = _batch(tokens, slots, start, runner.spec_algorithm)
         if decode:
             batch.forward_mode = ForwardMode.DECODE
-        if runner.server_args.enable_lora:
+        if arguments.runs_adapters(arguments.of(runner)):
             batch.lora_ids = [adapter]
             runner.lora_manager.fetch_new_loras({adapter})
             runner.lora_manager.prepare_lora_batch(batch)
@@ -284,7 +284,7 @@ def recomputer_for(
     if held_layers(runner.model, plan.num_layers).start > 0:
         return None, None
     planned = bool(plan.recompute)
-    reason = recompute_excluded(runner.server_args, type(runner.model).__name__)
+    reason = recompute_excluded(arguments.of(runner), type(runner.model).__name__)
     if reason is None:
         recomputer = LayerRecomputer(runner, taps)
         count = 2 * max(allocator.page_size, 16)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from sglang.srt.configs.model_config import AttentionArch
-from sglang.srt.distributed import tensor_model_parallel_all_reduce
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
@@ -30,6 +29,7 @@ from sglang_hc.errors import ConfigError
 from sglang_hc.forms import StateShape
 from sglang_hc.restore.probe import LAYERS, ROWS, Subject
 from sglang_hc.restore.staging import StagingRing
+from sglang_hc.srt.binding import arguments, parallel
 from sglang_hc.srt.model.columns import Columns, columns_of
 from sglang_hc.srt.model.families import LayerAdapter
 from sglang_hc.srt.ranks.start_group import StartGroup
@@ -107,7 +107,7 @@ def token_weights(module: Any) -> int:
 def kv_dtype(runner: Any) -> torch.dtype:
     """Element type that the KV pool will have."""
     _, dtype = configure_kv_cache_dtype(
-        server_args_kv_cache_dtype=runner.server_args.kv_cache_dtype,
+        server_args_kv_cache_dtype=arguments.kv_cache_dtype(arguments.of(runner)),
         model=runner.model,
         model_dtype=runner.dtype,
         is_draft_worker=False,
@@ -134,9 +134,9 @@ def stand_in(runner: Any, rows: int) -> Prefill:
         mask = causal_lower_right(new, length)
         seen = heads[:, :, :length]
         scaled_dot_product_attention(heads[:, :, :new], seen, seen, attn_mask=mask)
-        if runner.ps.tp_size > 1:
+        if parallel.tp_size(runner) > 1:
             for _ in range(2):
-                tensor_model_parallel_all_reduce(states[:new].clone())
+                parallel.sum_over_ranks(states[:new].clone())
 
     return prefill
 

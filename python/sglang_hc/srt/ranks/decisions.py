@@ -23,6 +23,7 @@ from sglang.utils import TypeBasedDispatcher
 from sglang_hc.config import ConfigError
 from sglang_hc.ranks.agreement import ALONE, Agreement, Decisions, Ranks
 from sglang_hc.ranks.board import CompletionBoard
+from sglang_hc.srt.binding import parallel
 from sglang_hc.srt.engine.guard import tree_of
 from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.tiers.tiers import Tiers
@@ -56,7 +57,7 @@ class NextStage:
     def __init__(self, scheduler: Any) -> None:
         """Sends in place of the scheduler, which keeps what is being sent until it is there."""
         self._send = scheduler._pp_send_pyobj_to_next_stage
-        self._is_last = scheduler.ps.pp_rank == scheduler.ps.pp_size - 1
+        self._is_last = parallel.pp_rank(scheduler) == parallel.pp_size(scheduler) - 1
         self.sent: list[Any] = []
         if not self._is_last:
             scheduler._pp_send_pyobj_to_next_stage = self._take_sent

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from sglang_hc.config import HcConfig, host_bytes
+from sglang_hc.srt.binding import arguments, parallel
 from sglang_hc.store.disk import DirectorySpec
 
 
@@ -46,14 +47,13 @@ class Place(NamedTuple):
 
 def place_of(runner: Any) -> Place:
     """Which scheduler a model runner belongs to."""
-    state = runner.ps
     return Place(
-        state.dp_rank or 0,
-        runner.server_args.dp_size,
-        state.tp_rank,
-        state.tp_size,
-        state.pp_rank,
-        state.pp_size,
+        parallel.dp_rank(runner),
+        arguments.replicas(arguments.of(runner)),
+        parallel.tp_rank(runner),
+        parallel.tp_size(runner),
+        parallel.pp_rank(runner),
+        parallel.pp_size(runner),
     )
 
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
-from sglang.srt.distributed import get_world_group
 
 from sglang_hc.errors import ConfigError
+from sglang_hc.srt.binding import parallel
 
 T = TypeVar("T")
 
@@ -35,20 +35,20 @@ class StartGroup:
     @classmethod
     def of(cls, runner: Any) -> StartGroup:
         """All ranks of a model runner's model, those of the first pipeline stage first."""
-        state = runner.ps
-        size = state.tp_size * state.pp_size
+        stage_size = parallel.tp_size(runner)
+        size = stage_size * parallel.pp_size(runner)
         if size == 1:
             return cls(0, 1)
-        rank = state.pp_rank * state.tp_size + state.tp_rank
-        return cls(rank, size, get_world_group().cpu_group)
+        rank = parallel.pp_rank(runner) * stage_size + parallel.tp_rank(runner)
+        return cls(rank, size, parallel.world_cpu_group())
 
     @classmethod
     def of_stage(cls, runner: Any) -> StartGroup:
         """The ranks that have a model runner's layers, each its part of them."""
-        state = runner.ps
-        if state.tp_size == 1:
+        size = parallel.tp_size(runner)
+        if size == 1:
             return cls(0, 1)
-        return cls(state.tp_rank, state.tp_size, runner.tp_group.cpu_group)
+        return cls(parallel.tp_rank(runner), size, parallel.tp_group(runner).cpu_group)
 
     def each(self, value: T) -> list[T]:
         """Every rank's value, in the order of ranks. The value is pickled."""

@@ -26,11 +26,11 @@ from sglang.srt.managers.io_struct import (
     dec_hook,
     enc_hook,
 )
-from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_hc.errors import convert
 from sglang_hc.srt.arguments.server_args import config_of
+from sglang_hc.srt.binding import arguments, fields
 from sglang_hc.srt.engine.guard import counters, tree_of
 from sglang_hc.srt.requests.namespaces import ClientKey
 from sglang_hc.srt.requests.overflow import accept_cut
@@ -95,7 +95,7 @@ def check_request(
 ) -> AsyncIterator[Any]:
     """AROUND TokenizerManager.generate_request: the fields of a request as the client sent them.
     ValueError, raised where the reply is awaited, becomes HTTP status 400."""
-    if config_of(self.server_args) is not None:
+    if config_of(arguments.of(self)) is not None:
         try:
             check_fields(obj)
         except ValueError as error:
@@ -135,12 +135,12 @@ def check_fields(obj: Any) -> None:
 def check_tokenized(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND TokenizerManager._create_tokenized_object: the request can be decoded where it is
     sent. ValueError becomes HTTP status 400."""
-    if config_of(self.server_args) is None:
+    if config_of(arguments.of(self)) is None:
         return original(self, *args, **kwargs)
     try:
         made = original(self, *args, **kwargs)
-        if isinstance(getattr(made, "extra_key", None), ClientKey):
-            made.extra_key = str(made.extra_key)  # SGLang's wire knows plain strings
+        if isinstance(key := fields.sent_namespace(made), ClientKey):
+            fields.set_namespace(made, str(key))  # SGLang's wire knows plain strings
         small = copy.copy(made)
         for name, value in _BULK.items():
             if hasattr(small, name):
@@ -234,7 +234,9 @@ def admit(original: Callable[..., None], self: Any, recv_req: Any) -> None:
     if name_wrong(recv_req.rid) is not None or recv_req.rid is None:
         logger.warning("sglang-hc: a request without a usable rid is dropped: %s", wrong)
         return None
-    return _abort(self, recv_req, wrong)
+    req = fields.refused(self, recv_req, wrong)
+    self.init_req_max_new_tokens(req)
+    return self._add_request_to_queue(req)
 
 
 def request_wrong(recv_req: Any, vocabulary: int, width: int) -> str | None:
@@ -298,21 +300,3 @@ def _tokens_wrong(ids: object, vocabulary: int, pictures: bool) -> str | None:
     if low < 0 or high >= vocabulary:
         return f"input_ids has an id outside 0 to {vocabulary - 1}"
     return None
-
-
-def _abort(scheduler: Any, recv_req: Any, why: str) -> None:
-    """Answer with status 400, as SGLang answers what its scheduler refuses."""
-    sampling = SamplingParams(max_new_tokens=1)
-    sampling.normalize(None)
-    req = Req(
-        recv_req.rid,
-        "",
-        array("q", [0]),
-        sampling,
-        vocab_size=scheduler.model_config.vocab_size,
-        http_worker_ipc=recv_req.http_worker_ipc,
-    )
-    req.tokenizer = scheduler.tokenizer
-    req.set_finish_with_abort(why)
-    scheduler.init_req_max_new_tokens(req)
-    scheduler._add_request_to_queue(req)

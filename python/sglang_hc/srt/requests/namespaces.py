@@ -12,6 +12,7 @@ import secrets
 from typing import Any
 
 from sglang_hc.srt.arguments.server_args import config_of
+from sglang_hc.srt.binding import arguments, fields
 from sglang_hc.srt.engine.guard import tree_of
 from sglang_hc.srt.model.identity import adapter_digest
 from sglang_hc.tree.namespaces import Namespace, client_namespace
@@ -24,16 +25,6 @@ _KEPT = "_hc_kept"
 
 _DIGEST = "_hc_digest"
 """Attribute of a loaded adapter."""
-
-
-OTHER_INPUTS = (
-    "input_embeds",
-    "positional_embed_overrides",
-    "multimodal_inputs",
-    "token_type_ids",
-    "multi_item_delimiter_indices",
-)
-"""What K and V of a request depend on beside its tokens, adapter and weights."""
 
 
 class ClientKey(str):
@@ -52,7 +43,7 @@ def client_key(salt: object, key: object) -> ClientKey | None:
 def openai_key(original: Any, self: Any, request: Any) -> str | None:
     """AROUND OpenAIServingBase._compute_extra_key. An empty salt or key is none, as in SGLang."""
     manager = self.tokenizer_manager
-    if config_of(manager.server_args) is None:
+    if config_of(arguments.of(manager)) is None:
         key: str | None = original(self, request)
         return key
     salt, key = (getattr(request, name, None) or None for name in ("cache_salt", "extra_key"))
@@ -61,9 +52,9 @@ def openai_key(original: Any, self: Any, request: Any) -> str | None:
 
 def pack_key(self: Any, obj: Any, input_ids: list[int] | None) -> None:
     """BEFORE TokenizerManager._validate_one_request: what came by another way than OpenAI's."""
-    key = getattr(obj, "extra_key", None)
-    if key is not None and not isinstance(key, ClientKey) and config_of(self.server_args):
-        obj.extra_key = client_key(None, key)
+    key = fields.sent_namespace(obj)
+    if key is not None and not isinstance(key, ClientKey) and config_of(arguments.of(self)):
+        fields.set_namespace(obj, client_key(None, key))
 
 
 def complete(self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
@@ -74,11 +65,11 @@ def complete(self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     if tree_of(self) is None or hasattr(req, _NAMED):
         return
     setattr(req, _NAMED, True)
-    key, lora = req.extra_key, req.lora_id
+    key, lora = fields.namespace_of(req), fields.adapter_of(req)
     if lora is not None and key is not None:  # SGLang appended it
         key = key.removesuffix(lora) or None
     adapter = None if lora is None else _digest_of(self.tp_worker.model_runner, lora)
-    req.extra_key = Namespace.of(key)._replace(adapter=adapter).pack()
+    fields.set_namespace(req, Namespace.of(key)._replace(adapter=adapter).pack())
     keeps_state(req)  # while the request still has its inputs
 
 
@@ -86,12 +77,11 @@ def keeps_state(req: Any) -> bool:
     """Whether a request's state depends on its tokens and namespace alone, so that it may be kept
     below the device.
 
-    SGLang knows an image by 30 bits, which leave out its grid. The answer stays what it was first:
-    SGLang takes the inputs from a request that is over.
+    SGLang knows an image by 30 bits, which leave out its grid. The answer stays what it was first.
     """
     known: bool | None = getattr(req, _KEPT, None)
     if known is None:
-        known = all(getattr(req, name, None) is None for name in OTHER_INPUTS)
+        known = not fields.has_other_inputs(req)
         setattr(req, _KEPT, known)
     return known
 

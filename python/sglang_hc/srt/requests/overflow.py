@@ -33,6 +33,7 @@ import msgspec
 from sglang_hc.errors import ConfigError
 from sglang_hc.policy.overflow import Cut, OverflowRule
 from sglang_hc.srt.arguments.server_args import CUT_KEY_ENV, config_of
+from sglang_hc.srt.binding import arguments, fields
 from sglang_hc.srt.requests.namespaces import ClientKey
 from sglang_hc.srt.requests.pins import custom_params
 from sglang_hc.tree.cuts import EarlierCuts, cut_namespace
@@ -93,9 +94,10 @@ def cut_prompt(self: Any, obj: Any, input_ids: list[int] | None) -> None:
             f"{cut.dropped} tokens of the prompt would be dropped, and logprobs of the prompt were "
             "asked for; shorten the prompt or leave out logprob_start_len"
         )
-    key = None if obj.extra_key is None else str(obj.extra_key)  # encoders know plain strings
+    key = fields.sent_namespace(obj)
+    key = None if key is None else str(key)  # encoders know plain strings
     name, carried = _carried(self, rule, cut, key, input_ids)
-    obj.extra_key = None if name is None else ClientKey(name)
+    fields.set_namespace(obj, None if name is None else ClientKey(name))
     del input_ids[cut.head : cut.head + cut.dropped]
     setattr(obj, _CUT, (length, cut))
     # In a dictionary of its own: the prompts of a batch share the one that the client sent.
@@ -169,7 +171,7 @@ def earlier_of(req: Any) -> EarlierCuts | None:
     known = _cut_of(req)
     if known is None or not known.cuts:
         return None
-    adapter = Namespace.of(req.extra_key).adapter
+    adapter = Namespace.of(fields.namespace_of(req)).adapter
     if adapter is None:
         return known
     cuts = [(n, Namespace.of(key)._replace(adapter=adapter).pack()) for n, key in known.cuts]
@@ -240,7 +242,7 @@ class DroppedTokensHeader:
 
 
 def _cut_of(req: Any) -> EarlierCuts | None:
-    known = custom_params(req.sampling_params).get(CUT_FIELD)
+    known = custom_params(fields.sampling_of(req)).get(CUT_FIELD)
     return known if isinstance(known, EarlierCuts) else None
 
 
@@ -314,7 +316,7 @@ def check_window(scheduler: Any) -> None:
 
 def _rule(manager: Any) -> OverflowRule | None:
     """The server's rule; None when it does not cut. manager: the tokenizer's, or the scheduler."""
-    config = config_of(manager.server_args)
+    config = config_of(arguments.of(manager))
     if config is None or config.overflow == "off":
         return None
     # SGLang takes 5 tokens off its longest request for the longest prompt, and one is generated.
@@ -326,7 +328,7 @@ def _rule(manager: Any) -> OverflowRule | None:
 
 def _mode(manager: Any) -> str:
     """How a server that cuts does it."""
-    config = config_of(manager.server_args)
+    config = config_of(arguments.of(manager))
     assert config is not None
     return config.overflow
 

@@ -23,6 +23,7 @@ from sglang.srt.managers.io_struct import DumperControlReqInput, DumperControlRe
 from sglang_hc.errors import convert
 from sglang_hc.policy.pins import MAX_PIN_S, PinLimitError
 from sglang_hc.srt.arguments.server_args import config_of
+from sglang_hc.srt.binding import arguments, fields
 from sglang_hc.srt.engine.guard import counters, tree_of
 from sglang_hc.srt.requests.forgetting import METHOD, forget
 from sglang_hc.tiers.retention import Retention
@@ -62,13 +63,13 @@ def read_pin_request(value: object) -> PinRequest:
 def check_pin_request(self: Any, obj: Any, input_ids: list[int] | None) -> None:
     """BEFORE TokenizerManager._validate_one_request: ValueError becomes HTTP status 400."""
     value = custom_params(getattr(obj, "sampling_params", None)).get(FIELD)
-    if value is not None and config_of(self.server_args) is not None:
+    if value is not None and config_of(arguments.of(self)) is not None:
         read_pin_request(value)
 
 
 def pin_request_of(req: Any) -> PinRequest | None:
     """What a request in the scheduler asked for; it was checked when it came."""
-    value = custom_params(req.sampling_params).get(FIELD)
+    value = custom_params(fields.sampling_of(req)).get(FIELD)
     if value is None:
         return None
     try:

@@ -30,6 +30,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level, decide_request_auth
 
 from sglang_hc.errors import decode_json
 from sglang_hc.srt.arguments.server_args import config_of
+from sglang_hc.srt.binding import arguments
 from sglang_hc.srt.requests.forgetting import METHOD, joined_answers
 from sglang_hc.srt.requests.overflow import DroppedTokensHeader, cut_tokens
 from sglang_hc.srt.requests.pins import PREFIX, PinSeconds, SessionName, joined
@@ -81,11 +82,12 @@ class _Refused(Exception):
 def _is_admin(everybody: bool = False) -> bool:
     """Whether the caller, whose key was checked, is an administrator. everybody: others may call
     too, if the server has a key. Raises _Refused."""
-    args = get_global_state().tokenizer_manager.server_args
+    args = arguments.of(get_global_state().tokenizer_manager)
+    key, admin_key = arguments.api_keys(args)
     config = config_of(args)
-    if args.admin_api_key or (config is not None and config.open_routes):
+    if admin_key or (config is not None and config.open_routes):
         return True
-    if not args.api_key:
+    if not key:
         raise _Refused(
             "/hc/* is off on a server without keys: start it with --admin-api-key, or with "
             "--hc-open-routes to let everybody use it"
@@ -106,13 +108,13 @@ def _guarded(handler: Handler) -> Handler:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     @functools.wraps(handler)
     async def guarded(request: Request) -> JSONResponse:
-        args = get_global_state().tokenizer_manager.server_args
+        key, admin_key = arguments.api_keys(arguments.of(get_global_state().tokenizer_manager))
         decision = decide_request_auth(
             method=request.method,
             path=request.url.path,
             authorization_header=request.headers.get("Authorization"),
-            api_key=args.api_key,
-            admin_api_key=args.admin_api_key,
+            api_key=key,
+            admin_api_key=admin_key,
             auth_level=AuthLevel.ADMIN_OPTIONAL,
         )
         try:

@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_hc.queue.admission import ARRANGED
 from sglang_hc.queue.queue_view import QueueView
 from sglang_hc.queue.requests import QueuedPrompt, Serial, departed, without
+from sglang_hc.srt.binding import fields
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.requests.overflow import dropped_of, earlier_of
 from sglang_hc.tiers.trace import Recorder
@@ -105,20 +106,20 @@ class SchedulerQueue:
     def queued(self, rid: str) -> None:
         """The request that was matched last was queued, perhaps not for the first time."""
         req, self.last_matched = self.last_matched, None
-        if req is not None and req.rid == rid:
+        if req is not None and fields.name_of(req) == rid:
             self._arrived.append(req)
             if self._recorder is not None:
                 self._recorder.arrived(serial_of(req), _prompt_of(req))
             self._view.arrived(serial_of(req), partial(self._look_at, req))
             dropped = dropped_of(req)
-            if dropped and not req.retracted_stain:
+            if dropped and not fields.was_retracted(req):
                 self._view.counters["overflow_requests"] += 1
                 self._view.counters["overflow_dropped_tokens"] += dropped
 
     def ready(self, rid: str) -> bool:
         """Whether the request, whose turn it is, may be admitted in this pass: the next one of this
         name in the order in which SGLang asks."""
-        self.last_asked = next((req for req in self._turns if req.rid == rid), None)
+        self.last_asked = next((req for req in self._turns if fields.name_of(req) == rid), None)
         if self.last_asked is None or self.may_run(self.last_asked):
             return True
         if self._recorder is not None:
@@ -148,14 +149,13 @@ class SchedulerQueue:
     def give_up_all(self, rid: str) -> None:
         """As `give_up`, whatever waits under this name."""
         for req in [*self._queue, *self._arrived]:
-            if req.rid == rid:
+            if fields.name_of(req) == rid:
                 self.give_up(req)
 
     def answered(self, req: Any) -> None:
         """A request has its whole reply."""
         if dropped_of(req):
-            computed = len(req.origin_input_ids) - req.cached_tokens
-            self._view.counters["overflow_recomputed_tokens"] += computed
+            self._view.counters["overflow_recomputed_tokens"] += fields.computed_prompt_tokens(req)
 
     def finished(self, req: Any, blocks: int) -> None:
         """A request of so many blocks is over, or retracted."""
@@ -187,7 +187,7 @@ class SchedulerQueue:
         has a row in SGLang's pool, or is over and not known."""
         for req in gone:
             request = serial_of(req)
-            if request in self._view.requests and req.req_pool_idx is None:
+            if request in self._view.requests and fields.row_of(req) is None:
                 self._end(request)
 
     def _end(self, request: Serial) -> None:
@@ -196,9 +196,9 @@ class SchedulerQueue:
         self._view.left(request)
 
     def _look_at(self, req: Any) -> QueuedPrompt:
-        key = RadixKey(req.full_untruncated_fill_ids, req.extra_key)
+        key = RadixKey(fields.prompt_of(req), fields.namespace_of(req))
         return QueuedPrompt(_prompt_of(req), partial(self._on_device, key), earlier_of(req))
 
 
 def _prompt_of(req: Any) -> Prefix:
-    return Prefix(req.extra_key, pack_tokens(req.full_untruncated_fill_ids))
+    return Prefix(fields.namespace_of(req), pack_tokens(fields.prompt_of(req)))

@@ -24,6 +24,7 @@ from sglang.srt.managers.io_struct import (
 
 from sglang_hc.errors import ConfigError
 from sglang_hc.srt.arguments.server_args import config_of
+from sglang_hc.srt.binding import arguments
 from sglang_hc.srt.engine.guard import tree_of
 from sglang_hc.srt.engine.scheduler import BUILDING, OwnScheduler
 from sglang_hc.srt.ranks import decisions
@@ -174,7 +175,7 @@ def clear_storage(original: Callable[..., Any], self: Any, recv_req: Any) -> Any
 async def clear_everywhere(original: Callable[..., Any], self: Any) -> Any:
     """AROUND TokenizerManager.clear_hicache_storage: SGLang looks at the first replica's answer
     alone, and its route says that it cleared whatever that was."""
-    if config_of(self.server_args) is None:
+    if config_of(arguments.of(self)) is None:
         return await original(self)
     self.auto_create_handle_loop()
     answers = await self.clear_hicache_storage_communicator(ClearHiCacheReqInput())

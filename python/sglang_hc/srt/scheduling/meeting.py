@@ -11,10 +11,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.queue.meeting import Action, Meeting
+from sglang_hc.srt.binding import fields
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.tree.ahead import restorable
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
@@ -32,12 +31,12 @@ def add_one_req(original: Callable[..., Any], self: Any, req: Any, *args: Any, *
     if isinstance(tree, HcRadixCache) and self.rem_chunk_tokens is not None:
         meeting = tree.meetings.of(serial_of(req))
         if meeting is not None:
-            head = len(req.prefix_indices) + req.host_hit_length
+            head = fields.prefix_length(req) + fields.host_hit(req)
             step = tree.meetings.next(serial_of(req), head)
             if step.action is Action.RESTORE and meeting.path_to(head) is not None:
                 # The scheduler makes room for it as for any host hit, and calls `init_load_back`.
                 stop = restorable(meeting, req, tree.page_size)
-                req.host_hit_length = max(0, stop - len(req.prefix_indices))
+                fields.set_host_hit(req, max(0, stop - fields.prefix_length(req)))
             elif step.action is not Action.OVER:
                 # What is here already joins behind a first chunk.
                 tokens = _aligned(tree, head, max(step.tokens, BLOCK_TOKENS))
@@ -62,21 +61,22 @@ def add_chunked_req(original: Callable[..., Any], self: Any, req: Any):
 
 def _between_chunks(tree: HcRadixCache, meeting: Meeting, req: Any) -> int:
     """Tokens that the next chunk may have; 0 for no chunk in this pass."""
-    head = len(req.prefix_indices)
-    if head != req.cache_protected_len:  # the last page is not full: nothing can follow it
+    head = fields.prefix_length(req)
+    if head != fields.tokens_in_tree(req):  # the last page is not full: nothing can follow it
         return _aligned(tree, head, 1)
     meetings = tree.meetings
     if not meeting.is_here(head) and tree.ahead.restore_what_came(tree, meeting, req, head):
         return 0  # the next pass sees what came meanwhile
-    if req.inflight_middle_chunks > 0 and not (meetings.decoding or meeting.is_here(head)):
+    if fields.middle_chunks_under_way(req) and not (meetings.decoding or meeting.is_here(head)):
         # With overlap scheduling the last chunk is still running: once it is over more will be
         # here. SGLang takes its result in before the next pass.
         return 0
     step = meetings.next(serial_of(req), head)
     if step.action is Action.RESTORE:
-        restored = tree.load_met(meeting, req)
-        if restored is not None:
-            _go_on_behind(tree, req, *restored)
+        slots, node = tree.load_met(meeting, req) or ((), None)
+        if len(slots):
+            fields.go_on_behind(tree, req, slots, node)
+            tree.drop(req)  # its state is saved from there on
         return UNLIMITED
     if step.action is Action.OVER:
         return UNLIMITED
@@ -90,17 +90,3 @@ def _aligned(tree: HcRadixCache, head: int, tokens: int) -> int:
     """So many tokens or more, so that the chunk ends with a block and with a page."""
     unit = math.lcm(BLOCK_TOKENS, tree.page_size)
     return -(-(head + tokens) // unit) * unit - head
-
-
-def _go_on_behind(tree: HcRadixCache, req: Any, slots: torch.Tensor, node: Any) -> None:
-    """A running request goes on behind `slots`, the last of which `node` has; none: as it did."""
-    if not len(slots):
-        return
-    tree.inc_lock_ref(node)
-    tree.dec_lock_ref(req.last_node)
-    req.last_node = node
-    req.prefix_indices = torch.cat([req.prefix_indices, slots])
-    req.cache_protected_len = len(req.prefix_indices)
-    if not req.retracted_stain:
-        req.cached_tokens_storage += len(slots)  # they count as served by the store
-    tree.drop(req)  # its state is saved from there on

@@ -22,6 +22,7 @@ import torch
 from sglang_hc.capture.capture import Segment
 from sglang_hc.capture.verified import Held
 from sglang_hc.forms import NO_DRAFT, DraftLayers
+from sglang_hc.srt.binding import arguments, fields
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.model.identity import model_identity
 from sglang_hc.srt.ranks.start_group import StartGroup
@@ -61,9 +62,11 @@ def accepted(tokens: list[list[int]], self: Any, result: Any, batch: Any) -> Non
         return
     tree = self.tree_cache
     segments = [
-        Segment(serial_of(req), req.kv_committed_len - len(kept), index * held.width, len(kept))
+        Segment(
+            serial_of(req), fields.committed_tokens(req) - len(kept), index * held.width, len(kept)
+        )
         for index, (req, kept) in enumerate(zip(batch.reqs, tokens, strict=True))
-        if kept and not (req.finished() or req.is_retracted)
+        if kept and fields.is_served(req)
     ]
     with tree.compute_stream.entered():
         tree.capture.take(segments, held.states)
@@ -80,7 +83,7 @@ def draft_layers(draft: Any, eagle: bool, group: StartGroup) -> tuple[DraftLayer
     layers = DraftLayers(draft.token_to_kv_pool.layer_num, lag=int(eagle))
     return layers, [
         "draft",
-        str(draft.server_args.speculative_algorithm),
+        str(arguments.draft_algorithm(arguments.of(draft))),
         *model_identity(draft, group),
     ]
 

@@ -34,10 +34,12 @@ from sglang_hc.queue.queue_view import QueueRules, QueueView
 from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.restore.cost_observer import CostObserver, timer_for
 from sglang_hc.restore.path import RestorePath, Rotation
+from sglang_hc.restore.prerestored import PrerestoredBlocks
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt.arguments.server_args import config_of
 from sglang_hc.srt.arguments.storage_backends import remote_key, remote_store
+from sglang_hc.srt.binding import arguments, parallel
 from sglang_hc.srt.engine import in_place
 from sglang_hc.srt.engine.guard import counters as own_errors
 from sglang_hc.srt.engine.scheduler import BUILDING, OwnScheduler
@@ -54,10 +56,8 @@ from sglang_hc.srt.ranks.decisions import ranks_of
 from sglang_hc.srt.ranks.replicas import Place, directories, host_share, place_of
 from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.srt.scheduling.speculation import draft_layers
-from sglang_hc.srt.start.recording import recorder_of
-from sglang_hc.srt.tree.audit import audit_of
+from sglang_hc.srt.tree.audit import Audit, can_audit
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
-from sglang_hc.srt.tree.prerestored import PrerestoredBlocks
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.store.block_io import BlockIo, LocalBlockIo
 from sglang_hc.store.chain import Chain
@@ -71,6 +71,7 @@ from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.store.read_watch import not_observed
 from sglang_hc.store.scatter_queue import ScatterQueue
+from sglang_hc.tiers.recording import recorder_of
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockTree
@@ -90,7 +91,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     memory = _host_memory(model, device, layout)
     pool = memory.pool
     page = runner.page_size
-    recorder = recorder_of(config, model.place, pool, page, fingerprint, ranks.clock)
+    recorder = recorder_of(config, model.place.suffix, pool, page, fingerprint, ranks.clock)
 
     # Which blocks exist, and which of them stay.
     window = LookAhead()
@@ -112,7 +113,8 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     rules = QueueRules(config.prefetch, config.schedule == "ready-first", _can_meet(model, device))
     hints = wanted if config.eviction == "queue" else None
     copies, side = device.copy_stream, _side_stream(model, device, layout.shape)
-    ring = StagingRing.sized_for(layout.shape, device.pool.device, copies, runner.ps.tp_size > 1)
+    gathers = parallel.tp_size(runner) > 1
+    ring = StagingRing.sized_for(layout.shape, device.pool.device, copies, gathers)
     path = RestorePath(pool, device.pool, ring, device.recomputer, side, device.rotation)
     observer = profile = None
     if state.cost is not None and ranks.count == 1:
@@ -135,8 +137,9 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     order = None
     if config.eviction == "queue" and model.params.eviction_policy.lower() == "lru":
         order = DeviceOrder(fingerprint, wanted)
-    taps, share = state.memory.taps, config.audit
-    audit = audit_of(tiers, pool, device.pool, taps, runner, compute, counters, share)
+    taps, audit = state.memory.taps, None
+    if config.audit and can_audit(tiers, runner, taps):
+        audit = Audit(tiers, pool, device.pool, taps, runner, compute, counters, config.audit)
     tree = HcRadixCache(model.params, tiers, model.scheduler, compute, ahead, order, audit)
     runner.token_to_kv_pool.register_layer_transfer_counter(restorer.gate)
     ctx.tp_worker.register_hicache_layer_transfer_counter(restorer.gate)
@@ -170,7 +173,7 @@ def _loaded(ctx: Any) -> Model:
     missing = in_place.missing()
     if missing:
         raise ConfigError(f"sglang-hc is not in place in this process: {', '.join(missing)}")
-    config = config_of(ctx.server_args)
+    config = config_of(arguments.of(ctx))
     runner = ctx.tp_worker.model_runner
     state: ModelState | None = getattr(runner, MODEL_STATE, None)
     if config is None or state is None:
@@ -305,8 +308,8 @@ def _stores(
     model: Model, pool: HostPool, fingerprint: bytes, counters: Counter[str]
 ) -> Iterator[LocalBlockIo]:
     """Those of `--hc-disk` and `--hc-remote`, of this rank's parts of blocks."""
-    config, args, place = model.config, model.runner.server_args, model.place
-    label, chunks = str(args.served_model_name or args.model_path), pool.layout.chunks()
+    config, place = model.config, model.place
+    label, chunks = arguments.served_name(arguments.of(model.runner)), pool.layout.chunks()
     part, upkeep = part_of(fingerprint, place.part), Upkeep(config.ttl or None)
     stored = partial(StoredModel.of, chunks, fingerprint, label, part)
 
@@ -338,7 +341,7 @@ def _planner(model: Model, device: Device, counters: Counter[str], ranks: Ranks)
     """Decides what is restored."""
     state = model.state
     # Pages lie in the slots of one block then. Of a draft model rows lie behind their block's.
-    alone = BLOCK_TOKENS % model.runner.server_args.page_size == 0 and model.draft is None
+    alone = BLOCK_TOKENS % model.runner.page_size == 0 and model.draft is None
     return RestorePlanner(
         state.cost,
         state.plan,
@@ -356,8 +359,8 @@ def _can_meet(model: Model, device: Device) -> bool:
     with the stages of a pipeline."""
     if model.draft is not None or model.state.has_stages:
         return False
-    chunked = (model.runner.server_args.chunked_prefill_size or 0) > 0
-    return chunked and (device.recomputer is not None or not model.config.exact)
+    chunk = arguments.pass_sizes(arguments.of(model.runner)).chunk
+    return chunk is not None and (device.recomputer is not None or not model.config.exact)
 
 
 def _side_stream(model: Model, device: Device, shape: StateShape) -> SideStream | None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.distributed.parallel_state_wrapper import ParallelState
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import publish
@@ -16,6 +15,7 @@ from sglang.srt.server_args import PortArgs, prepare_server_args
 from sglang_hc.errors import ConfigError
 from sglang_hc.policy.cost_model import CostModel
 from sglang_hc.srt.arguments.server_args import ALWAYS_ENV
+from sglang_hc.srt.binding import arguments, parallel
 from sglang_hc.srt.engine import in_place
 from sglang_hc.srt.model import calibrate, families
 from sglang_hc.srt.model.exactness import choose_product, disagreement, prepare
@@ -47,19 +47,20 @@ def load_model(model: str, flags: Sequence[str]) -> Loaded:
         raise ConfigError(f"not in place: {', '.join(missing)}; install sglang-hc here")
     # Disabled, because the start of a server would measure by itself.
     args = prepare_server_args(["--model-path", model, "--hc-disable", *flags])
-    if args.tp_size > 1 or args.pp_size > 1:
+    if arguments.asked(args, "tp_size") > 1 or arguments.asked(args, "pp_size") > 1:
         raise ConfigError("--tp-size and --pp-size above 1 are not supported yet; leave them out")
     publish(args, role="scheduler")
+    gpu, share = arguments.first_gpu(args)
     runner = ModelRunner(
         model_config=ModelConfig.from_server_args(args),
-        mem_fraction_static=args.mem_fraction_static,
-        gpu_id=args.base_gpu_id,
-        ps=_one_rank(args.base_gpu_id),
+        mem_fraction_static=share,
+        gpu_id=gpu,
+        ps=parallel.one_rank(gpu),
         nccl_port=PortArgs.init_new(args).nccl_port,
         server_args=args,
     )
     layers = families.restorable_layers(runner.model)
-    exact = bool(args._hc_config["exact"])
+    exact = bool(arguments.kept_options(args)["exact"])
     prepare(args, layers, exact)
     hidden = hidden_excluded(runner, layers) is None
     if hidden:
@@ -67,12 +68,3 @@ def load_model(model: str, flags: Sequence[str]) -> Loaded:
         proof = choose_product(layers, exact)
         hidden = disagreement(proof, runner.dtype) is None and (proof.wrong is None or not exact)
     return Loaded(runner, layers, hidden)
-
-
-def _one_rank(gpu: int) -> ParallelState:
-    return ParallelState(
-        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, dp_rank=None, dp_size=1,
-        attn_tp_rank=0, attn_tp_size=1, attn_cp_rank=0, attn_cp_size=1,
-        attn_dp_rank=0, attn_dp_size=1, moe_ep_rank=0, moe_ep_size=1,
-        moe_dp_rank=None, moe_dp_size=1, dcp_size=1, gpu_id=gpu,
-    )  # fmt: skip

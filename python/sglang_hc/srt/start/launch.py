@@ -11,7 +11,9 @@ from typing import Any, NoReturn
 
 from sglang_hc.command_line import add_flags, config_from
 from sglang_hc.config import ConfigError
-from sglang_hc.srt.arguments.server_args import ALWAYS_ENV, config_of, explicit_plan
+from sglang_hc.policy.layer_plan import explicit_plan
+from sglang_hc.srt.arguments.server_args import ALWAYS_ENV, config_of
+from sglang_hc.srt.binding import arguments
 
 
 def launch(argv: Sequence[str]) -> int:
@@ -96,7 +98,7 @@ def _check_plan(server_args: Any) -> None:
     config = config_of(server_args)
     if config is None or config.forms in ("auto", "kv", "hidden"):
         return
-    model = server_args.get_model_config()
+    model = arguments.model_config(server_args)
     if explicit_plan(config.forms, model.num_hidden_layers).recompute:
         from sglang_hc.srt.model.recompute import cannot_recompute, recompute_excluded
 

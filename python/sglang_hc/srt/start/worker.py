@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_hc.srt.arguments.server_args import config_of
+from sglang_hc.srt.binding import arguments
 
 SGLANG_APP = "sglang.srt.entrypoints.http_server:app"
 OWN_APP = "sglang_hc.srt.start.worker:app"
@@ -20,7 +21,7 @@ def serve(original: Callable[..., Any], app: Any, *args: Any, **kwargs: Any) -> 
     if app == SGLANG_APP:
         from sglang.srt.entrypoints.http_server import get_global_state
 
-        if config_of(get_global_state().tokenizer_manager.server_args) is not None:
+        if config_of(arguments.of(get_global_state().tokenizer_manager)) is not None:
             app = OWN_APP
     return original(app, *args, **kwargs)
 

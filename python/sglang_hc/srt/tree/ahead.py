@@ -18,15 +18,16 @@ from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.restore_plan import Choice, Reason, RestorePlan
 from sglang_hc.queue.loads import Load
 from sglang_hc.queue.meeting import Meeting, Meetings
-from sglang_hc.srt.engine.intake import serial_of
-from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
-from sglang_hc.srt.tree.device_tree import DeviceTree
-from sglang_hc.srt.tree.host_match import HostMatch
-from sglang_hc.srt.tree.prerestored import (
+from sglang_hc.restore.prerestored import (
     PrerestoredBlocks,
     interleave_slots,
     missing_ranges,
 )
+from sglang_hc.srt.binding import fields
+from sglang_hc.srt.engine.intake import serial_of
+from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
+from sglang_hc.srt.tree.device_tree import DeviceTree
+from sglang_hc.srt.tree.host_match import HostMatch
 from sglang_hc.tree.block_tree import BlockNode
 
 REQUESTS = 8
@@ -38,8 +39,7 @@ BLOCKS_PER_PASS = 4
 
 def restorable(meeting: Meeting, req: Any, page_size: int) -> int:
     """Tokens of the prompt that may be restored; of the others at least one is computed."""
-    limit: int = req._compute_max_prefix_len(len(req.full_untruncated_fill_ids))
-    return min(meeting.stop, limit) // page_size * page_size
+    return min(meeting.stop, fields.longest_prefix(req)) // page_size * page_size
 
 
 class Placed(NamedTuple):
@@ -81,7 +81,7 @@ class RestoreAhead:
         wanted = blocks.wanted(request, meeting, has, restorable(meeting, req, tree.page_size))
         if not wanted or meeting.path_to(max(has, meeting.first * BLOCK_TOKENS)) is None:
             return 0
-        need = len(req.full_untruncated_fill_ids) - has - blocks.tokens_of(request)
+        need = len(fields.prompt_of(req)) - has - blocks.tokens_of(request)
         if tree.room < need:
             blocks.release(keep=request)
         if tree.room < need:
@@ -101,7 +101,7 @@ class RestoreAhead:
             request = serial_of(req)
             is_new = request not in blocks.requests
             load = blocks.of(request)
-            room -= len(req.full_untruncated_fill_ids) - blocks.tokens_of(request)
+            room -= len(fields.prompt_of(req)) - blocks.tokens_of(request)
             if room < 0 or left == 0:
                 return
             meeting = self._meetings.of(request)
@@ -141,8 +141,7 @@ class RestoreAhead:
             return []
         context = waiting.on_device()
         match = self._host_match.ready(waiting.prompt)
-        limit = req._compute_max_prefix_len(len(req.full_untruncated_fill_ids))
-        stop = min(match.tokens, limit) // page_size * page_size
+        stop = min(match.tokens, fields.longest_prefix(req)) // page_size * page_size
         if stop <= context:
             return []
         plan = planner.choose(stop - context, context, max(1, waiting.prompt.num_tokens - stop))
@@ -157,10 +156,10 @@ class RestoreAhead:
         """Slots for the tokens from the end of the request's prefix to `stop`, or to where it is
         worth it, whose `path` is ready; or why there are none. They are the caller's. met: the
         request has met its history, of which what is left is not weighed."""
-        planner, start = self._planner, len(req.prefix_indices)
+        planner, start = self._planner, fields.prefix_length(req)
         there = dict(self._blocks.hand_over(serial_of(req), path, start, stop))
         try:
-            new = max(1, len(req.full_untruncated_fill_ids) - stop)
+            new = max(1, len(fields.prompt_of(req)) - stop)
             missing = missing_ranges(there, start, stop)
             plan = self._plan_rest(missing, stop, new, met) if there else None
             if plan is not None and not plan.tokens and missing:  # the end is computed

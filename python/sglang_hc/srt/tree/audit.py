@@ -33,6 +33,7 @@ from sglang_hc.policy.audit import (
     bound,
 )
 from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.srt.binding import fields
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.model.kv_pool import KvPoolRows
 from sglang_hc.srt.model.recompute import COARSE, RECOMPUTED, LayerRecomputer
@@ -136,7 +137,7 @@ class Audit:
         ):
             self._give_up(self._samples.popleft())
         self._host.pin(node for _, node in blocks)
-        self._samples.append(_Sample(blocks, req.lora_id))
+        self._samples.append(_Sample(blocks, fields.adapter_of(req)))
 
     @property
     def _pinned(self) -> int:
@@ -268,22 +269,15 @@ _ORIGIN = {
 }
 
 
-def audit_of(
-    tiers: Tiers, stored: HostPool, on_device: KvPoolRows, taps: TapBuffer | None, runner: Any,
-    compute: ComputeStream, counters: Counter[str], share: float,
-) -> Audit | None:  # fmt: skip
-    """See `Audit`; None where nothing is audited, which the log explains."""
-    if not share:
-        return None
+def can_audit(tiers: Tiers, runner: Any, taps: TapBuffer | None) -> bool:
+    """Whether blocks can be audited with this model and these flags; if not, the log says why."""
     reason = _excluded(tiers, runner, taps)
     if reason is not None:
         logger.info("sglang-hc: --hc-audit is off: %s", reason)
-        return None
-    return Audit(tiers, stored, on_device, taps, runner, compute, counters, share)
+    return reason is None
 
 
 def _excluded(tiers: Tiers, runner: Any, taps: TapBuffer | None) -> str | None:
-    """Why blocks cannot be audited with this model and these flags; None when they can."""
     model = type(runner.model).__name__
     if not tiers.decides_alone:
         return "several ranks would have to run each pass together"

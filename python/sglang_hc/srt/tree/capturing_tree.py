@@ -12,17 +12,18 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_hc.capture.capture import Capture
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.restore.restorer import Restorer
+from sglang_hc.srt.binding import fields
 from sglang_hc.srt.engine.guard import SglangMethod, method, nothing
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.engine.passes import prefilled, segments_of
 from sglang_hc.srt.engine.scheduler import OwnScheduler
 from sglang_hc.srt.engine.streams import ComputeStream
-from sglang_hc.srt.requests.forgetting import Answer, Forgetter
 from sglang_hc.srt.requests.namespaces import keeps_state
 from sglang_hc.srt.requests.pins import pin_request_of
 from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from sglang_hc.srt.tree.audit import Audit
 from sglang_hc.srt.tree.device_tree import DeviceTree
+from sglang_hc.tiers.forgetting import Answer, Forgetter
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tiers.trace import Recorder
 from sglang_hc.tree.forgetting import Forgetting
@@ -64,8 +65,8 @@ class CapturingTree(DeviceTree):
         """A pass was submitted on the compute stream, which is current."""
         if self._recorder is not None:
             for req in requests:
-                from_tiers = req.cached_tokens_host + req.cached_tokens_storage
-                self._recorder.admitted(serial_of(req), from_tiers, req.cached_tokens_storage)
+                host, storage = fields.tokens_from_tiers(req)
+                self._recorder.admitted(serial_of(req), host + storage, storage)
         capture, mode = self.capture, forward_batch.forward_mode
         if capture.hidden is None or mode.is_target_verify():
             self.tiers.after_pass(())  # rows of a verify pass are taken when they are accepted
@@ -74,8 +75,8 @@ class CapturingTree(DeviceTree):
         if mode.is_extend():
             for req, segment in zip(requests, segments, strict=True):
                 if not capture.is_open(segment.request) and self._keeps(req):
-                    before = pack_tokens(req.full_untruncated_fill_ids[: segment.position])
-                    capture.open(segment.request, Prefix(req.extra_key, before))
+                    before = pack_tokens(fields.prompt_of(req)[: segment.position])
+                    capture.open(segment.request, Prefix(fields.namespace_of(req), before))
         self.tiers.after_pass(segments)
 
     def give_up(self, req: Any, *_: Any, **__: Any) -> None:
@@ -90,7 +91,7 @@ class CapturingTree(DeviceTree):
         After a chunk only full blocks: the tail would be replaced by the next chunk's.
         """
         if self._keeps(req):
-            tokens = req.get_fill_ids()
+            tokens = fields.chunk_end_ids(req)
             length = len(tokens) // self.page_size * self.page_size
             if chunked:
                 length = length // BLOCK_TOKENS * BLOCK_TOKENS
@@ -108,15 +109,15 @@ class CapturingTree(DeviceTree):
         """A request is over, or gives its slots up and is queued again (retraction): what it has
         computed is kept. Of one that was aborted only what the tree has is."""
         if self._recorder is not None:
-            computed = pack_tokens((req.origin_input_ids + req.output_ids)[:kv_len_to_handle])
-            self._recorder.finished(serial_of(req), Prefix(req.extra_key, computed))
+            computed = pack_tokens(fields.first_ids(req, kv_len_to_handle))
+            self._recorder.finished(serial_of(req), Prefix(fields.namespace_of(req), computed))
         if self._keeps(req):
-            retracted = not is_insert and not req.finished()
+            retracted = not is_insert and not fields.is_over(req)
             keeps_all = (is_insert or retracted) and not self.disable_finished_insert
             keep = kv_len_to_handle  # what lies behind has no slots in the request's row yet
             if not keeps_all:
-                keep = min(keep, req.cache_protected_len)
-            tokens = (req.origin_input_ids + req.output_ids)[:keep]
+                keep = min(keep, fields.tokens_in_tree(req))
+            tokens = fields.first_ids(req, keep)
             length = len(tokens) // self.page_size * self.page_size
             left = self.commit(req, tokens, length, final=True)
             self.tiers.used(left, None if retracted else self._pin_of(req))
@@ -132,14 +133,14 @@ class CapturingTree(DeviceTree):
         pin = pin_request_of(req)
         if pin is None:
             return None
-        session = pin.session or req.rid
+        session = pin.session or fields.name_of(req)
         if pin.session is None and self.scheduler.has_another(req):
-            session = f"{req.rid}#{serial_of(req)}"  # the other's pin takes the name itself
+            session = f"{session}#{serial_of(req)}"  # the other's pin takes the name itself
         return session, pin.ttl_s
 
     def commit(self, req: Any, tokens: array[int], length: int, final: bool) -> Prefix:
-        kept = Prefix(req.extra_key, pack_tokens(tokens[:length]))
-        row = self.req_to_token_pool.req_to_token[req.req_pool_idx, :length]
+        kept = Prefix(fields.namespace_of(req), pack_tokens(tokens[:length]))
+        row = self.req_to_token_pool.req_to_token[fields.row_of(req), :length]
         # SGLang gives the row to another request while the forward stream is still busy.
         slots = row.to(torch.int64, copy=True)
         self.compute_stream.will_read(slots)
@@ -159,9 +160,9 @@ class CapturingTree(DeviceTree):
     def _forget_above(self, what: Forgetting, hidden: str) -> tuple[int, list[bytes]]:
         """On the device and in host memory; see `forgetting.ForgetAbove`."""
         for req in self.scheduler.requests:
-            if what.names(req.extra_key):
+            if what.names(fields.namespace_of(req)):
                 self.give_up(req)
-                req.extra_key = hidden
+                fields.set_namespace(req, hidden)
         with self.compute_stream.entered():
             block_ids = self.tiers.forget(what)
         return self.forget_namespaces(what.names, hidden), block_ids
@@ -170,4 +171,4 @@ class CapturingTree(DeviceTree):
         """Whether what the request leaves is kept below the device."""
         if self.disable or self.stopped or not keeps_state(req):
             return False
-        return not self.forgetter.covers(req.extra_key)
+        return not self.forgetter.covers(fields.namespace_of(req))

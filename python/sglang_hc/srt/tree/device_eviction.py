@@ -16,6 +16,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
 from sglang_hc.policy.eviction import NextUse
+from sglang_hc.srt.binding import fields
 from sglang_hc.srt.tree.device_tree import DeviceTree
 from sglang_hc.tree.identity import BLOCK_BYTES, block_id, block_ids, pack_tokens, root_id
 
@@ -90,7 +91,7 @@ class DeviceOrder:
             node = node.parent
             known = _noted(node)
         if known is None:  # the root of all namespaces
-            root = root_id(self._fingerprint, missing[-1].key.extra_key)
+            root = root_id(self._fingerprint, fields.namespace_of(missing[-1].key))
             known = NodeBlocks(0, root, root, b"")
         for below in reversed(missing):
             known = self._extend(known, below)

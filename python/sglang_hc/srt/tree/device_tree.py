@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParam
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.srt.binding import fields
 from sglang_hc.srt.engine.guard import SglangTree
 from sglang_hc.tree.identity import Prefix, unpack_tokens
 
@@ -64,7 +65,7 @@ class DeviceTree(SglangTree):
         namespace `hidden`. Returns the tokens that were there."""
         count = 0
         children = self.root_node.children.values()
-        for node in _leaves_first([top for top in children if names(top.key.extra_key)]):
+        for node in _leaves_first([top for top in children if names(fields.namespace_of(top.key))]):
             count += len(node.key)
             if node.lock_ref == 0:
                 self.remove_leaf(node)

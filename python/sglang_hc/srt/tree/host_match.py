@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
+from sglang_hc.srt.binding import fields
 from sglang_hc.tree.block_tree import BlockNode, PathMatch
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import Prefix, pack_tokens
@@ -61,7 +62,7 @@ class HostMatch:
         The device matched the first `on_device` of them, to the end of `device_node`. The key
         counts positions: with a draft model of the EAGLE family it has one token more.
         """
-        root = self._tree.known_root(key.extra_key)
+        root = self._tree.known_root(fields.namespace_of(key))
         if root is None:
             return 0
         block, known = _noted(device_node) or (root, 0)

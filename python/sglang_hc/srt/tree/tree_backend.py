@@ -26,18 +26,19 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.restore_plan import Reason, RestorePlan
 from sglang_hc.queue.meeting import Meeting
 from sglang_hc.restore.path import Restoration
+from sglang_hc.restore.prerestored import PrerestoredBlocks
+from sglang_hc.srt.binding import fields
 from sglang_hc.srt.engine.guard import SglangMethod, method, nothing
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.engine.scheduler import OwnScheduler
 from sglang_hc.srt.engine.streams import ComputeStream
-from sglang_hc.srt.requests.forgetting import Forgetter
 from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from sglang_hc.srt.tree.ahead import RestoreAhead, restorable
 from sglang_hc.srt.tree.audit import Audit
 from sglang_hc.srt.tree.capturing_tree import CapturingTree
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.host_match import HostMatch, HostPoolFacade
-from sglang_hc.srt.tree.prerestored import PrerestoredBlocks
+from sglang_hc.tiers.forgetting import Forgetter
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode
 
@@ -126,11 +127,7 @@ class HcRadixCache(CapturingTree):
         """Tokens of `key` that the device has now."""
         return len(RadixCache.match_prefix(self, MatchPrefixParams(key=key)).device_indices)
 
-    def _nothing_restored(self, params: InitLoadBackParams) -> tuple[torch.Tensor, Any]:
-        params.req.host_hit_length = 0
-        return self._empty_match_result.device_indices, params.req.last_node
-
-    @method(answer=_nothing_restored)
+    @method(answer=lambda tree, params: tree._without_host_hit(params.req))
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, Any]:
         """Allocate and insert slots for a request's host hit, and queue their restoration.
 
@@ -138,24 +135,24 @@ class HcRadixCache(CapturingTree):
         is recomputed.
         """
         req = params.req
-        stop = len(req.prefix_indices) + params.host_hit_length
+        stop = fields.prefix_length(req) + params.host_hit_length
         meeting = self.meetings.of(serial_of(req))
         if meeting is not None and stop == restorable(meeting, req, self.page_size):
             found = self.load_met(meeting, req)
             slots, node = found or self.refuse(req, Reason.BLOCKS_GONE)
-            req.host_hit_length = req.storage_hit_length = len(slots)
+            fields.set_host_hit(req, len(slots), from_below=True)
             return slots, node
         blocks = self.host_match.blocks(req, stop)
         if blocks is None:
             return self.refuse(req, Reason.BLOCKS_GONE)
         slots, node = self.load_back(req, blocks, stop)
-        req.host_hit_length = len(slots)
+        fields.set_host_hit(req, len(slots))
         return slots, node
 
     def load_met(self, meeting: Meeting, req: Any) -> tuple[torch.Tensor, Any] | None:
         """As `load_back`, of a history of which nothing is still to come. None where it cannot be
         restored. The meeting is over."""
-        request, start = serial_of(req), len(req.prefix_indices)
+        request, start = serial_of(req), fields.prefix_length(req)
         stop = restorable(meeting, req, self.page_size)
         self.prerestored.prove(request)
         blocks = self.meetings.join(request, start)
@@ -184,7 +181,7 @@ class HcRadixCache(CapturingTree):
     ) -> tuple[torch.Tensor, Any]:  # fmt: skip
         """As `load_back`, into these slots. Tokens [begin, end) of `missing` are restored; of the
         others the slots hold K and V already."""
-        before, restorer = req.prefix_indices, self.restorer
+        before, restorer = fields.prefix_slots(req), self.restorer
         try:
             node = self._extend(req, slots)
         except Exception:
@@ -204,7 +201,7 @@ class HcRadixCache(CapturingTree):
             raise
         if self.audit is not None:
             self.audit.restored(req, blocks, len(before), len(before) + len(slots))
-        if req.retracted_stain:
+        if fields.was_retracted(req):
             restorer.counters["retracted_restored_tokens"] += len(slots)
         return slots, node
 
@@ -236,10 +233,10 @@ class HcRadixCache(CapturingTree):
         None when the tree has changed since: the path goes on there by now, or has left the tree.
         The path above is not compared again; a lock keeps it, and a node's end never moves.
         """
-        node, start = req.last_node, len(req.prefix_indices)
+        node, start = fields.prefix_node(req), fields.prefix_length(req)
         stop = start + len(slots) + self._lag
-        tokens = req.full_untruncated_fill_ids[start:stop]
-        key = RadixKey(tokens, req.extra_key, is_bigram=self.is_eagle)
+        tokens = fields.prompt_of(req)[start:stop]
+        key = RadixKey(tokens, fields.namespace_of(req), is_bigram=self.is_eagle)
         if node.lock_ref == 0 or key.child_key(self.page_size) in node.children:
             return None
         return self._insert_helper(node, key, slots)[1]
@@ -247,8 +244,11 @@ class HcRadixCache(CapturingTree):
     def refuse(self, req: Any, reason: Reason) -> tuple[torch.Tensor, Any]:
         """Nothing is restored for this request; it recomputes."""
         self.restorer.planner.refuse(reason)
-        req.host_hit_length = 0
-        return self._empty_match_result.device_indices, req.last_node
+        return self._without_host_hit(req)
+
+    def _without_host_hit(self, req: Any) -> tuple[torch.Tensor, Any]:
+        fields.set_host_hit(req, 0)
+        return self._empty_match_result.device_indices, fields.prefix_node(req)
 
     # -- evict -----------------------------------------------------------------------------------
 

@@ -11,8 +11,9 @@ restored in the request's pass, like everything else.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,12 +23,21 @@ from sglang_hc.queue.meeting import Meeting
 from sglang_hc.queue.requests import Serial
 from sglang_hc.restore.path import Restoration
 from sglang_hc.restore.restorer import Restorer
-from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.store.scatter_queue import Event
 from sglang_hc.tree.block_tree import BlockNode
 
 Slots = Mapping[int, torch.Tensor]
 """Block of a prompt: its (BLOCK_TOKENS,) int64 device slots, which hold its K and V."""
+
+
+class ComputeStream(Protocol):
+    """Where the model runs; `srt/engine/streams.py` has it."""
+
+    def entered(self) -> AbstractContextManager[None]:
+        """What is submitted inside is ordered with the passes."""
+
+    def will_read(self, *tensors: torch.Tensor) -> None:
+        """Tensors made outside are used inside."""
 
 
 class PrerestoredBlocks:

@@ -6,22 +6,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sglang_hc.config import ConfigError, HcConfig
-from sglang_hc.srt.ranks.replicas import Place
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tiers.trace import Recorder
 
 
 def recorder_of(
-    config: HcConfig, place: Place, pool: HostPool, page_size: int, fingerprint: bytes,
+    config: HcConfig, suffix: str, pool: HostPool, page_size: int, fingerprint: bytes,
     clock: Callable[[], float],
 ) -> Recorder | None:  # fmt: skip
-    """What writes `--hc-trace`, a file for each replica and rank; None without. pool: of the host
-    tier. fingerprint: what identities of blocks begin with. clock: of decisions. Raises
+    """What writes `--hc-trace`; None without. suffix: of the file of a replica and rank. pool: of
+    the host tier. fingerprint: what identities of blocks begin with. clock: of decisions. Raises
     ConfigError."""
     if config.trace is None:
         return None
     path = Path(config.trace)
-    path = path.with_name(path.name + place.suffix)
+    path = path.with_name(path.name + suffix)
     header = {
         "host_slots": pool.num_slots,
         "slot_bytes": pool.layout.slot_bytes,

@@ -1,0 +1,190 @@
+"""SGLang's requests: the only place that knows where their fields are and what they are called.
+
+Functions and no view of our own, because some are asked for each request of each pass. `req`:
+SGLang's `Req`, in the scheduler's process.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+OTHER_INPUTS = (
+    "input_embeds",
+    "positional_embed_overrides",
+    "multimodal_inputs",
+    "token_type_ids",
+    "multi_item_delimiter_indices",
+)
+"""What K and V of a request depend on beside its tokens, adapter and weights."""
+
+
+# -- what it is ----------------------------------------------------------------------------------
+
+
+def name_of(req: Any) -> str:
+    """What its client calls it (`rid`). Several requests may have one name."""
+    return req.rid
+
+
+def namespace_of(one: Any) -> str | None:
+    """Whose state it is; None for everybody's. one: a request, or a `RadixKey` of the tree."""
+    return one.extra_key
+
+
+def sent_namespace(sent: Any) -> Any:
+    """As `namespace_of` while a request is on its way to the scheduler, unchecked; None for a kind
+    that has none."""
+    return getattr(sent, "extra_key", None)
+
+
+def set_namespace(one: Any, name: str | None) -> None:
+    """Of a request, here or on its way."""
+    one.extra_key = name
+
+
+def adapter_of(req: Any) -> str | None:
+    """SGLang's id of the LoRA that it runs with."""
+    return req.lora_id
+
+
+def sampling_of(req: Any) -> Any:
+    """Its `SamplingParams`."""
+    return req.sampling_params
+
+
+def has_other_inputs(req: Any) -> bool:
+    """Whether any of OTHER_INPUTS is there. SGLang takes them from a request that is over."""
+    return any(getattr(req, name, None) is not None for name in OTHER_INPUTS)
+
+
+def prompt_of(req: Any) -> array[int]:
+    """int64 ids that a prefill has to cover: the prompt, and behind a retraction what was replied.
+    SGLang's own list: not to be changed."""
+    return req.full_untruncated_fill_ids
+
+
+def chunk_end_ids(req: Any) -> array[int]:
+    """int64 ids of `prompt_of` up to the end of the chunk that was computed last."""
+    return req.get_fill_ids()
+
+
+def first_ids(req: Any, count: int) -> array[int]:
+    """The first `count` int64 ids of prompt and reply."""
+    return (req.origin_input_ids + req.output_ids)[:count]
+
+
+def refused(scheduler: Any, sent: Any, why: str) -> Req:
+    """A request in place of `sent`, which the scheduler answers with status 400."""
+    sampling = SamplingParams(max_new_tokens=1)
+    sampling.normalize(None)
+    req = Req(
+        sent.rid,
+        "",
+        array("q", [0]),
+        sampling,
+        vocab_size=scheduler.model_config.vocab_size,
+        http_worker_ipc=sent.http_worker_ipc,
+    )
+    req.tokenizer = scheduler.tokenizer
+    req.set_finish_with_abort(why)
+    return req
+
+
+# -- how far it is -------------------------------------------------------------------------------
+
+
+def is_over(req: Any) -> bool:
+    """Whether its reply is whole, or it was aborted."""
+    return req.finished()
+
+
+def is_served(req: Any) -> bool:
+    """Whether it is neither over nor retracted."""
+    return not (req.finished() or req.is_retracted)
+
+
+def was_retracted(req: Any) -> bool:
+    """Whether it ever gave its slots up; what is cached of it was counted before then."""
+    return req.retracted_stain
+
+
+def middle_chunks_under_way(req: Any) -> int:
+    """Chunks of its prompt, none of them the last, whose pass is not over."""
+    return req.inflight_middle_chunks
+
+
+def row_of(req: Any) -> int | None:
+    """Its row in SGLang's table of device slots; None while it waits and when it is over."""
+    return req.req_pool_idx
+
+
+def committed_tokens(req: Any) -> int:
+    """Tokens from the first one on whose K and V stay in its slots."""
+    return req.kv_committed_len
+
+
+def computed_prompt_tokens(req: Any) -> int:
+    """Tokens of its prompt that were not cached when it was first admitted."""
+    return len(req.origin_input_ids) - req.cached_tokens
+
+
+def tokens_from_tiers(req: Any) -> tuple[int, int]:
+    """Tokens of its prompt that came (from host memory, from below)."""
+    return req.cached_tokens_host, req.cached_tokens_storage
+
+
+# -- its prefix ----------------------------------------------------------------------------------
+
+
+def longest_prefix(req: Any) -> int:
+    """Tokens of `prompt_of` that may be cached; of the others at least one is computed."""
+    return req._compute_max_prefix_len(len(prompt_of(req)))
+
+
+def prefix_length(req: Any) -> int:
+    """Tokens before those that it computes next."""
+    return len(req.prefix_indices)
+
+
+def prefix_slots(req: Any) -> torch.Tensor:
+    """(prefix_length,) int64 device slots of these tokens."""
+    return req.prefix_indices
+
+
+def tokens_in_tree(req: Any) -> int:
+    """Tokens of its prefix whose slots belong to the device tree."""
+    return req.cache_protected_len
+
+
+def prefix_node(req: Any) -> Any:
+    """The node of the device tree at the end of these; the request holds a lock on it."""
+    return req.last_node
+
+
+def host_hit(req: Any) -> int:
+    """Tokens behind its prefix that the last match promised from below the device."""
+    return req.host_hit_length
+
+
+def set_host_hit(req: Any, tokens: int, from_below: bool = False) -> None:
+    """Promise so many, or say how many it got. from_below: all of them from below host memory."""
+    req.host_hit_length = tokens
+    if from_below:
+        req.storage_hit_length = tokens
+
+
+def go_on_behind(tree: Any, req: Any, slots: torch.Tensor, node: Any) -> None:
+    """Between two chunks: the prefix goes on with `slots`, (n,) int64, the last of which `node` of
+    the device tree has. They count as served by the store."""
+    tree.inc_lock_ref(node)
+    tree.dec_lock_ref(req.last_node)
+    req.last_node = node
+    req.prefix_indices = torch.cat([req.prefix_indices, slots])
+    req.cache_protected_len = len(req.prefix_indices)
+    if not req.retracted_stain:
+        req.cached_tokens_storage += len(slots)
