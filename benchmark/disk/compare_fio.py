@@ -47,7 +47,6 @@ from benchmark.harness import machine
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, Outcome, StoredModel, Upkeep
 from sglang_hc.store.disk.backend import DirectBackend, File
-from sglang_hc.store.disk.reader import Read
 from sglang_hc.store.disk.threads import READ_THREADS, DiskThreads
 from sglang_hc.store.host_pool import HostPool
 
@@ -292,7 +291,7 @@ def scheduler(root: Path) -> dict[str, object]:
     def keep_reading(slot: int) -> None:
         while not stop.is_set():
             for block in blocks:
-                store.read(Read(block.block_id, pool.view(slot)))
+                store.read(block.block_id, pool.view(slot))
 
     readers = [threading.Thread(target=keep_reading, args=(slot,)) for slot in range(2)]
     for reader in readers:

@@ -31,6 +31,7 @@ class InstantDisk:
 
     name = "disk"
     capacity = WAITING * BLOCKS
+    tiers = (SourceTier.DISK,)
 
     def __init__(self, *, full: bool) -> None:
         self.counts: Counter[str] = Counter()
@@ -49,8 +50,8 @@ class InstantDisk:
     def touch(self, block_ids: Sequence[bytes]) -> None:
         return None
 
-    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> int:
-        return 0
+    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> None:
+        return None
 
     def levels(self) -> dict[str, int]:
         return {}

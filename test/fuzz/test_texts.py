@@ -16,7 +16,7 @@ from sglang_hc import profile_file
 from sglang_hc.config import HcConfig
 from sglang_hc.errors import ConfigError, decode_json
 from sglang_hc.tools.datasheet import load_hardware, parse_hardware
-from sglang_hc.tools.workloads.traces import READERS, TraceError
+from sglang_hc.tools.workloads.traces import READERS, TokenIds, TraceError
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -96,7 +96,7 @@ def test_a_trace_is_read_or_refused(kind: str, data: bytes, tmp_path: Path) -> N
     path = tmp_path / "trace"
     path.write_bytes(data)
     try:
-        for session in READERS[kind](path):
+        for session in READERS[kind](path, TokenIds()):
             assert all(turn.at is None or turn.at >= 0 for turn in session.turns)
     except TraceError as error:
         assert str(path) in str(error)

@@ -11,9 +11,8 @@ from sglang_hc.ranks.agreement import ALONE
 from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.circuit_breaker import FAILURES_TO_OPEN
-from sglang_hc.store.known_blocks import KnownBlocks
+from sglang_hc.store.known_blocks import KnownBlocks, Presence
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.store.presence import Presence
 from support.fake_store import FakeStoreIo
 from support.several_ranks import Group
 

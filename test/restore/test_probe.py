@@ -23,7 +23,6 @@ from sglang_hc.restore.probe_disk import BLOCKS
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.store.disk import DiskStore
-from sglang_hc.store.disk.reader import Read
 from sglang_hc.store.outcome import Outcome
 from support.clock import Clock
 from support.start_groups import on_ranks
@@ -194,11 +193,11 @@ def test_disk_is_read_through_the_store_and_nothing_stays(
     read: list[bytes] = []
     original, counting = DiskStore.read, threading.Lock()
 
-    def slow_read(self: DiskStore, one: Read) -> Outcome:
+    def slow_read(self: DiskStore, block_id: bytes, into: memoryview) -> Outcome:
         with counting:
-            read.append(one.block_id)
+            read.append(block_id)
             clock.now += 1e-3
-        return original(self, one)
+        return original(self, block_id, into)
 
     monkeypatch.setattr(DiskStore, "read", slow_read)
     monkeypatch.setattr("sglang_hc.restore.probe_disk.READ_THREADS", 1)

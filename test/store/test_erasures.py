@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.erasures import ERASE_S, Erasures
 from sglang_hc.store.outcome import Outcome
@@ -11,14 +12,15 @@ from sglang_hc.tree.forgetting import Forgetting
 
 
 class TwoTiers:
-    """Two answers come for each erasing."""
+    """Both answer each erasing."""
+
+    tiers = SourceTier.DISK, SourceTier.REMOTE
 
     def __init__(self) -> None:
         self.asked: list[int] = []
 
-    def erase(self, ticket: int, what: object, block_ids: object) -> int:
+    def erase(self, ticket: int, what: object, block_ids: object) -> None:
         self.asked.append(ticket)
-        return 2
 
 
 def done(ticket: int, tier: str) -> BlockDone:
@@ -50,7 +52,10 @@ def test_nobody_waits_for_ever() -> None:
     erasures.go_on([7], 9.9 + ERASE_S)
     assert not ended and len(erasures) == 2
     erasures.go_on([7], 10.0 + ERASE_S)
-    late = [BlockDone(ticket, Outcome.TIMED_OUT, "disk") for ticket in (1, 2)]
-    assert ended == [[done(1, "remote"), late[0]], [late[1]]] and not len(erasures)
+    disk, *both = (
+        BlockDone(ticket, Outcome.TIMED_OUT, tier)
+        for ticket, tier in ((1, "disk"), (2, "disk"), (2, "remote"))
+    )
+    assert ended == [[done(1, "remote"), disk], both], "each tier that did not answer"
+    assert not len(erasures) and io.asked == [1]
     assert erasures.take(done(1, "disk")), "it is nobody else's answer"
-    assert not erasures.take(done(1, "disk")) and io.asked == [1]

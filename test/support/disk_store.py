@@ -19,9 +19,8 @@ from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.block import Block
 from sglang_hc.store.disk import DirectorySpec, DiskStore, StoredModel, Upkeep
 from sglang_hc.store.disk.backend import DirectBackend, File, aligned_buffer
-from sglang_hc.store.disk.folders import cleared_folders, model_folders
+from sglang_hc.store.disk.folders import model_folders
 from sglang_hc.store.disk.format import WHOLE
-from sglang_hc.store.disk.reader import Read
 from sglang_hc.store.disk.sharing import NEW, Ledger
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import block_id, pack_tokens, root_id
@@ -101,7 +100,7 @@ def put(store: DiskStore, blocks: Sequence[Block]) -> list[Outcome]:
 
 def remove(store: DiskStore, names: Sequence[bytes]) -> int:
     """Remove blocks from all directories; returns how many."""
-    return sum(directory.remove(names) for directory in store.directories)
+    return sum(one.unlink(one.folder, name) for one in store.directories for name in names)
 
 
 def read_block(
@@ -111,7 +110,7 @@ def read_block(
     deadline: float | None = None,
 ) -> Outcome:
     """Read one block."""
-    return store.read(Read(name, memoryview(into), deadline))
+    return store.read(name, memoryview(into), deadline)
 
 
 def read_bytes(store: DiskStore, name: bytes) -> tuple[Outcome, np.ndarray]:
@@ -130,10 +129,10 @@ def is_served(store: DiskStore, block: Block | bytes) -> bool:
 
 
 def block_files(folder: Path) -> Iterator[Path]:
-    """Files of blocks in a directory: stored, being written and being removed."""
+    """Files of blocks in a directory: stored and being written."""
     root = folder / "sglang-hc"
-    for where in [Path(f.path) for f in [*model_folders(str(root)), *cleared_folders(str(root))]]:
-        yield from (path for path in where.glob("?/?/*") if path.is_file())
+    for where in model_folders(str(root)):
+        yield from (path for path in Path(where.path).glob("?/?/*") if path.is_file())
     yield from (root / NEW).iterdir()
 
 

@@ -55,6 +55,7 @@ class FakeIo:
         writes_wait: writes wait for `step` too, instead of being done at once. polls_per_step:
         every so many polls make a step, so that waiting for it ends; 0 for none."""
         self.capacity = capacity
+        self.tiers = (self.tier,)
         self.counts: Counter[str] = Counter()
         self.moves: deque[Move] = deque()
         self.begun: list[bytes] = []
@@ -163,14 +164,13 @@ class FakeIo:
         self.uses |= uses
         self.hints += 1
 
-    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> int:
+    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> None:
         """At once. The fake has no labels, so it forgets the named blocks."""
         gone = self.held() & set(block_ids) if what is not None else self.held()
         for block_id in gone:
             del self._blocks[block_id]
         self._news = {} if what is None else self._news | dict.fromkeys(gone, False)
         self._done.append(BlockDone(ticket, Outcome.OK, self.tier.value, None, len(gone)))
-        return 1
 
     def levels(self) -> dict[str, int]:
         return {}

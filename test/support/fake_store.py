@@ -48,7 +48,6 @@ class FakeStoreIo(FakeIo):
     def look_up(self, ticket: int, block_ids: Sequence[bytes], deadline: float) -> None:
         self.questions.append((ticket, block_ids))
 
-    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> int:
+    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> None:
         self._erasing.add(ticket)
         self.questions.append((ticket, None if what is None else block_ids))
-        return 1

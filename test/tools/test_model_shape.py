@@ -1,7 +1,8 @@
 import pytest
 
+from sglang_hc.errors import ConfigError
 from sglang_hc.forms import StateShape
-from sglang_hc.tools.model_shape import ModelConfigError, ModelShape
+from sglang_hc.tools.model_shape import ModelShape
 
 LLAMA2_7B = dict(
     model_type="llama", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
@@ -156,11 +157,11 @@ def test_element_type_is_what_the_server_would_use(stated, model_type, asked, us
     ],
 )
 def test_what_is_wrong_is_named(change, message):
-    with pytest.raises(ModelConfigError, match=message) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         ModelShape.from_config(LLAMA2_7B | change, where="my/config.json")
     assert str(caught.value).startswith("my/config.json: ")
 
 
 def test_a_config_that_is_no_object_is_refused():
-    with pytest.raises(ModelConfigError, match="must be a JSON object"):
+    with pytest.raises(ConfigError, match="must be a JSON object"):
         ModelShape.from_config([1, 2])

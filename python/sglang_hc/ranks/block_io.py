@@ -51,6 +51,8 @@ class AgreedBlocks:
         self.counts: Counter[str] = inner.counts
         self.tier, self.name, self.has_record = inner.tier, inner.name, inner.has_record
         self.capacity = capacity
+        self.touch, self.expect = inner.touch, inner.expect
+        self.levels, self.close = inner.levels, inner.close
         self.is_shared = inner.tier is SourceTier.REMOTE
         """Of disks rank 0 tells what others stored, and nobody waits for it."""
         self._inner = inner
@@ -138,7 +140,7 @@ class AgreedBlocks:
         due, self._writes[ticket] = self._locally(deadline), block.block_id
         self._transfers.begin(ticket, lambda: self._inner.write(ticket, block, slot, due))
 
-    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> int:
+    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> None:
         """Answered with the most blocks that one rank had a part of."""
 
         def start() -> None:
@@ -152,25 +154,12 @@ class AgreedBlocks:
             self._news.clear()
         self._asked[ticket] = ()
         self._questions.begin(ticket, start)
-        return 1
 
     def poll(self) -> list[BlockDone]:
         self.vote()
         self._take_decided()
         done, self._done = self._done, []
         return done
-
-    def touch(self, block_ids: Sequence[bytes]) -> None:
-        self._inner.touch(block_ids)
-
-    def expect(self, uses: Mapping[bytes, float | None]) -> None:
-        self._inner.expect(uses)
-
-    def levels(self) -> dict[str, int]:
-        return self._inner.levels()
-
-    def close(self) -> None:
-        self._inner.close()
 
     # -- inner parts -----------------------------------------------------------------------------
 

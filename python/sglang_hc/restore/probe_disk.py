@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
 from sglang_hc.store.block import Block
 from sglang_hc.store.disk import DirectorySpec, DiskStore, StoredModel, Upkeep
-from sglang_hc.store.disk.reader import Read
 from sglang_hc.store.disk.threads import READ_THREADS
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
@@ -80,7 +79,7 @@ def _read(
     clock: Callable[[], float],
 ) -> float:
     def fetch(index: int) -> Outcome:
-        return store.read(Read(_identity(index + 1), pool.view(index)))
+        return store.read(_identity(index + 1), pool.view(index))
 
     times = []
     for _ in range(ROUNDS):

@@ -110,12 +110,11 @@ class _Moves(Protocol):
         """When waiting requests will use blocks, as far as that has changed: a rank, smaller is
         sooner, or None for no more. A hint for eviction; it may be late or lost."""
 
-    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> int:
+    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> None:
         """Erase the blocks of some namespaces, or everything for None. block_ids: those of these
-        that the caller knows, for a store that knows blocks by name alone. Where namespaces are
-        named, no block of theirs may be waiting to be written. Answered OK by each tier for which
-        what was there can never be found again; returns how many answers come. After an answer
-        that is not OK something may be left."""
+        that the caller knows, for a store that knows blocks by name alone. None of them may be
+        waiting to be written. Each tier answers: OK where what was there can never be found again;
+        after another answer something may be left."""
 
     def levels(self) -> dict[str, int]:
         """Numbers that go up and down, by the name under which they are shown."""
@@ -126,6 +125,10 @@ class _Moves(Protocol):
 
 class BlockIo(_Moves, Protocol):
     """Holds blocks below the host tier."""
+
+    @property
+    def tiers(self) -> tuple[SourceTier, ...]:
+        """Those that answer when something is erased."""
 
     def sources(self, block_ids: Sequence[bytes]) -> list[SourceTier]:
         """From which tier each of these would be read now."""

@@ -22,15 +22,9 @@ class Chain:
         self._near, self._far = near, far
         self._twice: dict[int, BlockDone | None] = {}
         """By ticket, of writes that both holders want: how the first to end has ended, if any."""
-        self.counts = near.counts
-
-    @property
-    def name(self) -> str:
-        return f"{self._near.name}+{self._far.name}"
-
-    @property
-    def capacity(self) -> int:
-        return self._near.capacity
+        self.counts, self.capacity = near.counts, near.capacity
+        self.name = f"{near.name}+{far.name}"
+        self.tiers = *near.tiers, *far.tiers
 
     def contains(self, block_ids: Sequence[bytes]) -> int:
         """The path may change between the holders, and back."""
@@ -94,9 +88,9 @@ class Chain:
         self._near.expect(uses)
         self._far.expect(uses)
 
-    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> int:
-        """Each holder answers."""
-        return sum(one.erase(ticket, what, block_ids) for one in (self._near, self._far))
+    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> None:
+        self._near.erase(ticket, what, block_ids)
+        self._far.erase(ticket, what, block_ids)
 
     def levels(self) -> dict[str, int]:
         return {**self._near.levels(), **self._far.levels()}

@@ -3,7 +3,6 @@ before it, and it ends when every tier has answered."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -22,25 +21,25 @@ ERASE_S = 600.0
 @dataclass(eq=False)
 class _Erasure:
     """writes: tickets of those under way that would bring back what is erased. due: when whoever
-    asked is told, whatever has ended by then. left: answers to come; None before it has begun."""
+    asked is told, whatever has ended by then."""
 
     what: Forgetting | None
     block_ids: Sequence[bytes]
     ended: Ended
     writes: set[int]
     due: float
-    left: int | None = None
+    began: bool = False
     answers: list[BlockDone] = field(default_factory=list)
 
 
 class Erasures:
-    """Those of one disk tier, by ticket. Belongs to the scheduler thread."""
+    """Those of one lower tier, by ticket. Belongs to the scheduler thread."""
 
     def __init__(self, io: BlockIo) -> None:
         self._io = io
         self._asked: dict[int, _Erasure] = {}
-        self._late: Counter[int] = Counter()
-        """Answers to come of those that nobody waits for any more, by ticket."""
+        self._late: set[int] = set()
+        """Those that nobody waits for any more."""
 
     def __len__(self) -> int:
         return len(self._asked)
@@ -55,38 +54,31 @@ class Erasures:
         ended: Ended,
     ) -> None:
         """See `LowerTier.erase`. writes: tickets that must have ended before."""
-        erasure = _Erasure(what, block_ids, ended, writes, now + ERASE_S)
-        self._asked[ticket] = erasure
-        if not writes:
-            self._begin(ticket, erasure)
+        self._asked[ticket] = erasure = _Erasure(what, block_ids, ended, writes, now + ERASE_S)
+        self._begin_behind_writes(ticket, erasure)
 
     def take(self, done: BlockDone) -> bool:
         """Whether this is the answer of a tier that erased."""
-        if done.ticket in self._late:
-            self._late -= Counter([done.ticket])
+        if done.ticket in self._asked:
+            self._asked[done.ticket].answers.append(done)
             return True
-        erasure = self._asked.get(done.ticket)
-        if erasure is None or erasure.left is None:
-            return False
-        erasure.answers.append(done)
-        erasure.left -= 1
-        return True
+        return done.ticket in self._late
 
     def go_on(self, writing: Collection[int], now: float) -> None:
         """Begin what can begin, and end what has ended. writing: tickets of writes under way."""
         for ticket, erasure in list(self._asked.items()):
-            if now >= erasure.due and erasure.left != 0:
+            answered = [done.tier for done in erasure.answers]
+            silent = [tier.value for tier in self._io.tiers if tier.value not in answered]
+            if not silent or now >= erasure.due:
                 del self._asked[ticket]
-                self._late += Counter({ticket: erasure.left or 0})
-                erasure.ended([*erasure.answers, BlockDone(ticket, Outcome.TIMED_OUT, "disk")])
-                continue
-            if erasure.left is None:
+                self._late.update([ticket] if silent else ())
+                left = [BlockDone(ticket, Outcome.TIMED_OUT, tier) for tier in silent]
+                erasure.ended([*erasure.answers, *left])
+            elif not erasure.began:
                 erasure.writes.intersection_update(writing)
-                if not erasure.writes:
-                    self._begin(ticket, erasure)
-            elif not erasure.left:
-                del self._asked[ticket]
-                erasure.ended(erasure.answers)
+                self._begin_behind_writes(ticket, erasure)
 
-    def _begin(self, ticket: int, erasure: _Erasure) -> None:
-        erasure.left = self._io.erase(ticket, erasure.what, erasure.block_ids)
+    def _begin_behind_writes(self, ticket: int, erasure: _Erasure) -> None:
+        if not erasure.writes:
+            erasure.began = True
+            self._io.erase(ticket, erasure.what, erasure.block_ids)

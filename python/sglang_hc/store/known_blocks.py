@@ -13,17 +13,18 @@ decide alike.
 
 from __future__ import annotations
 
+import enum
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import WRITE_QUEUE, BlockDone, LocalBlockIo
 from sglang_hc.store.circuit_breaker import CircuitBreaker
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.store.presence import Presence, PresenceCache
 from sglang_hc.tree.forgetting import Forgetting
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,58 @@ LOOKUP_QUEUE = 256
 
 LOOKUP_S = 2.0
 """Longest that a request may wait for the answer to a question; as a rule a round trip."""
+
+MOST_REMEMBERED = 1 << 18
+
+
+class Presence(enum.Enum):
+    """What was found out about a block. The value is for how many seconds it is believed."""
+
+    PRESENT = 60.0
+    """May be stale: somebody else decides what leaves the store. A wrong yes costs one read."""
+    ABSENT = 2.0
+    """Asked again soon: another server may have stored the block meanwhile."""
+    USELESS = 600.0
+    """It is there and cannot be served. Stores keep the first bytes of a key, so that saving the
+    block again would not heal it."""
+
+
+_NOTHING = (None, 0.0)
+
+
+class PresenceCache:
+    """Identities seen or missed lately, each for a while; the oldest are forgotten first."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._found: OrderedDict[bytes, tuple[Presence, float]] = OrderedDict()
+
+    def state(self, identity: bytes) -> Presence | None:
+        """None: not known, or no longer."""
+        found = self._found.get(identity)
+        return None if found is None or self._clock() >= found[1] else found[0]
+
+    def leading(self, identities: Sequence[bytes]) -> int:
+        """How many of the first identities are known to be there."""
+        now = self._clock()
+        for index, identity in enumerate(identities):
+            presence, until = self._found.get(identity, _NOTHING)
+            if presence is not Presence.PRESENT or now >= until:
+                return index
+        return len(identities)
+
+    def note(self, identity: bytes, presence: Presence) -> None:
+        """Remember an answer in place of an earlier one; a useless block stays useless."""
+        if self.state(identity) is Presence.USELESS:
+            return
+        self._found.pop(identity, None)
+        self._found[identity] = presence, self._clock() + presence.value
+        if len(self._found) > MOST_REMEMBERED:
+            self._found.popitem(last=False)
+
+    def clear(self) -> None:
+        self._found.clear()
+
 
 _AFTER = {
     Outcome.MISSING: Presence.ABSENT,
@@ -55,7 +108,9 @@ class KnownBlocks:
 
     def __init__(self, store: LocalBlockIo, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: the one that deadlines are on."""
-        self.counts = store.counts
+        self.counts, self.name, self.capacity = store.counts, store.name, store.capacity
+        self.tiers = (store.tier,)
+        self.touch, self.expect, self.close = store.touch, store.expect, store.close
         self._store = store
         self._clock = clock
         self._presence = PresenceCache(clock)
@@ -71,15 +126,6 @@ class KnownBlocks:
         self._cleared = True
         self._reading, self._saving = CircuitBreaker(clock), CircuitBreaker(clock)
         self._most_writes = WRITE_QUEUE if store.has_record else SAVE_QUEUE
-
-    @property
-    def name(self) -> str:
-        """The store's, for people."""
-        return self._store.name
-
-    @property
-    def capacity(self) -> int:
-        return self._store.capacity
 
     # -- BlockIo ---------------------------------------------------------------------------------
 
@@ -135,19 +181,13 @@ class KnownBlocks:
                 done.append(answer)
         return done
 
-    def touch(self, block_ids: Sequence[bytes]) -> None:
-        self._store.touch(block_ids)
-
-    def expect(self, uses: Mapping[bytes, float | None]) -> None:
-        self._store.expect(uses)
-
-    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> int:
+    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> None:
         """As in BlockIo. None empties a remote store of everybody's blocks, as SGLang's own tiers
         do: nothing is looked up until that is through; if it fails, until a restart."""
         if what is None:
             self._cleared = self._store.has_record
         self._erasures[ticket] = None if what is None else block_ids
-        return self._store.erase(ticket, what, block_ids)
+        self._store.erase(ticket, what, block_ids)
 
     def levels(self) -> dict[str, int]:
         """With whether a remote store is asked at present."""
@@ -156,9 +196,6 @@ class KnownBlocks:
             usable = self._readable and self._saving.allows() and not self._store.hangs
             found["remote_usable"] = int(usable)
         return found
-
-    def close(self) -> None:
-        self._store.close()
 
     # -- inner parts -----------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import IsProtected
@@ -58,7 +58,7 @@ BlockSeconds = Callable[[SourceTier], float]
 
 class LowerTier:
     """Writes blocks of one host tier through, and fetches them again. coming: the blocks on
-    their way."""
+    their way. What it has of `BlockIo` by the same name is that."""
 
     def __init__(
         self,
@@ -88,21 +88,13 @@ class LowerTier:
         self._can_write = True
         """The last write to end, or to be asked for, did not fail."""
         self._asks = False
-        self.counters = io.counts
+        self.counters, self.capacity, self.name = io.counts, io.capacity, io.name
+        self.touch, self.expect, self.levels = io.touch, io.expect, io.levels
+        self.sources = io.sources
         below = (SourceTier.DISK, SourceTier.REMOTE)
         self._watches = {tier: ReadWatch(tier, on_read) for tier in below}
         self._pause = pause
         self._block_seconds = block_seconds
-
-    @property
-    def name(self) -> str:
-        """What holds the blocks, for people."""
-        return self._io.name
-
-    @property
-    def capacity(self) -> int:
-        """Blocks that fit; 0 when that is not known."""
-        return self._io.capacity
 
     # -- write through ---------------------------------------------------------------------------
 
@@ -196,10 +188,6 @@ class LowerTier:
         """Blocks that are being read from a tier."""
         return self._watches[tier].under_way if tier in self._watches else 0
 
-    def sources(self, block_ids: Sequence[bytes]) -> list[SourceTier]:
-        """From which tier each of these would be read now."""
-        return self._io.sources(block_ids)
-
     def holds(self, block_id: bytes) -> bool:
         """Whether this block is below the host tier, as far as known. Asks nobody."""
         return block_id not in self._distrusted and not self._io.wants(block_id)
@@ -220,14 +208,6 @@ class LowerTier:
         client = Namespace.of(node.namespace).client.pack()
         what = Forgetting(client, b"".join(one.tokens for one in node.path()))
         self.erase(what, [one.block_id for one in node.branch()], lambda done: None)
-
-    def touch(self, block_ids: Sequence[bytes]) -> None:
-        """A prefix path was used, wherever it was served from; identities in path order."""
-        self._io.touch(block_ids)
-
-    def expect(self, uses: Mapping[bytes, float | None]) -> None:
-        """Pass on when waiting requests will use blocks; see `BlockIo.expect`."""
-        self._io.expect(uses)
 
     # -- upkeep ----------------------------------------------------------------------------------
 
@@ -310,19 +290,15 @@ class LowerTier:
         return not self._usable
 
     def erase(self, what: Forgetting | None, block_ids: Sequence[bytes], ended: Ended) -> None:
-        """Erase the blocks of some namespaces, behind their writes under way, or every block for
-        None, below the host tier. block_ids: see `BlockIo.erase`. ended: called in a later `poll`,
+        """Erase the blocks of some namespaces, or every block for None, below the host tier, behind
+        their writes under way. block_ids: see `BlockIo.erase`. ended: called in a later `poll`,
         when every tier has answered."""
         writes = {
             ticket
             for ticket, node in self._writes.items()
-            if what is not None and what.names(node.namespace)
+            if what is None or what.names(node.namespace)
         }
         self._erasures.ask(next(self._tickets), what, block_ids, writes, self.now(), ended)
-
-    def levels(self) -> dict[str, int]:
-        """Numbers that go up and down."""
-        return self._io.levels()
 
     def close(self) -> None:
         """Finish writes under way and close the store."""

@@ -20,7 +20,7 @@ class Outcome(enum.Enum):
     TIMED_OUT = "timed_out"  # the deadline passed before the operation was finished
     DUPLICATE = "duplicate"  # a write of a block that is there, or that another thread is writing
     NO_SPACE = "no_space"  # a write for which nothing could be evicted
-    DROPPED = "dropped"  # a write that was not begun: too many wait, or its store is out of use
+    DROPPED = "dropped"  # a write given up: too many wait, or its store is busy or out of use
 
 
 GOOD = (Outcome.OK, Outcome.DUPLICATE)

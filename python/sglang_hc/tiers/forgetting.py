@@ -22,8 +22,8 @@ Answer = dict[str, Any]
 
 _LEFT = {
     "disk": "the disk tier could not erase everything; see the server's log, and repeat the call",
-    "remote": "the directory of --hc-remote file could not erase everything; see the server's log, "
-    "and repeat the call",
+    "remote": "the remote store could not erase everything; see the server's log, and repeat the "
+    "call",
 }
 _NO_NAMESPACES = (
     "the remote store knows no namespaces: blocks that this server does not know by name may stay "

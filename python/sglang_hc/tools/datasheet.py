@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta, Struct
-from msgspec.structs import fields
 
 from sglang_hc.errors import ConfigError, decode_json
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
@@ -48,14 +47,6 @@ class Hardware(Struct, frozen=True):
     def memory_bandwidth(self) -> float:
         """Bytes/s of device memory."""
         return self.memory_gbps.value * 1e9
-
-    def quantities(self) -> dict[str, Quantity]:
-        """Every number of the profile by its field name."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in fields(Hardware)
-            if field.type is Quantity
-        }
 
 
 def known_gpus() -> dict[str, str]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from sglang_hc.errors import ConfigError, decode_json
 from sglang_hc.forms import StateShape
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -38,8 +40,18 @@ _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 _DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32"}
 
 
-class ModelConfigError(ValueError):
-    """A config.json that lacks a field or says something impossible. The message is for users."""
+def read_model_config(model: str) -> tuple[dict[str, Any], str]:
+    """The parsed config.json, and its path. Raises ConfigError that names the path."""
+    path = Path(model)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist; give a folder with a config.json, or the file")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error})") from None
+    return decode_json(text, dict[str, Any], str(path)), str(path)
 
 
 @dataclass(frozen=True)
@@ -93,7 +105,7 @@ class ModelShape:
         """Shape from a parsed config.json; multi-modal configs are read at their text_config.
 
         dtype: "auto" for what SGLang would serve in, or a 16- or 32-bit float type.
-        Raises ModelConfigError naming the field that is missing or impossible, or the kind of
+        Raises ConfigError naming the field that is missing or impossible, or the kind of
         model whose state is not made of per-layer KV rows.
         """
         return _Reader(config, where).shape(dtype)
@@ -105,7 +117,7 @@ class _Reader:
     def __init__(self, config: object, where: str) -> None:
         self._where = where
         if not isinstance(config, Mapping):
-            raise ModelConfigError(f"{where}: must be a JSON object")
+            raise ConfigError(f"{where}: must be a JSON object")
         inner = config.get("text_config")
         self._outer: Mapping[str, Any] = config
         self._config: Mapping[str, Any] = inner if isinstance(inner, Mapping) else config
@@ -173,12 +185,12 @@ class _Reader:
         strange = [str(kind) for kind in kinds if kind not in _ATTENTION]
         strange += [name for name in self._config if name.startswith(_OTHER_STATE)]
         if strange:
-            raise ModelConfigError(
+            raise ConfigError(
                 f"{self._where}: {strange[0]} means layers that are not plain attention with one "
                 "KV row per token; only models whose layers are all attention can be planned"
             )
         if self._config.get("is_encoder_decoder"):
-            raise ModelConfigError(
+            raise ConfigError(
                 f"{self._where}: encoder-decoder models are not served with a prefix cache; "
                 "only decoder models can be planned"
             )
@@ -277,11 +289,11 @@ class _Reader:
             return value
         return None
 
-    def _missing(self, names: tuple[str, ...]) -> ModelConfigError:
+    def _missing(self, names: tuple[str, ...]) -> ConfigError:
         others = f" (or {', '.join(names[1:])})" if names[1:] else ""
-        return ModelConfigError(
+        return ConfigError(
             f"{self._where}: field {names[0]}{others} is missing; model_type {self._type!r}"
         )
 
-    def _bad(self, name: str, rule: str, value: object) -> ModelConfigError:
-        return ModelConfigError(f"{self._where}: field {name} {rule}, got {value!r}")
+    def _bad(self, name: str, rule: str, value: object) -> ConfigError:
+        return ConfigError(f"{self._where}: field {name} {rule}, got {value!r}")

@@ -14,8 +14,7 @@ from sglang_hc.store import known_blocks
 from sglang_hc.store.disk.maintenance import LOOK_S
 from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.store.known_blocks import KnownBlocks
-from sglang_hc.store.presence import Presence
+from sglang_hc.store.known_blocks import KnownBlocks, Presence
 from support.clock import Clock
 from support.disk_store import (
     LAYOUT,

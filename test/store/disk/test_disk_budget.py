@@ -103,9 +103,7 @@ class SeveralServers(RuleBasedStateMachine):
     @rule(which=SERVERS)
     def clear(self, which: int) -> None:
         store = self.stores[which]
-        store.forget_all()
-        assert len(store) == 0
-        assert store.erase_all().complete
+        assert store.erase(None).complete and len(store) == 0
         assert not any(list(Path(d.folder.path).glob("?/?/*")) for d in store.directories)
 
     @rule(which=SERVERS)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.store.block import Block
-from sglang_hc.store.disk import DiskStore
 from sglang_hc.store.disk.erasing import Erased
 from sglang_hc.store.disk.format import LABEL_MAX
 from sglang_hc.store.outcome import Outcome
@@ -21,7 +20,6 @@ from sglang_hc.tree.cuts import cut_namespace
 from sglang_hc.tree.forgetting import Forgetting
 from sglang_hc.tree.identity import BLOCK_BYTES, TOKEN_BYTES, block_id, pack_tokens
 from support.disk_store import (
-    FILE,
     FINGERPRINT,
     MEMORY,
     check_ledgers,
@@ -53,13 +51,6 @@ def continue_path(path: list[Block], count: int, seed: int) -> list[Block]:
     return found
 
 
-def erase(store: DiskStore, what: Forgetting | None) -> Erased:
-    if what is not None:
-        return store.erase(what)
-    store.forget_all()
-    return store.erase_all()
-
-
 def test_a_namespace_is_gone_for_good_and_others_stay(scratch: Path) -> None:
     folders = scratch / "a", scratch / "b"
     store = open_store(*folders)
@@ -85,11 +76,9 @@ def test_everything_is_gone_for_good_but_other_models(scratch: Path) -> None:
     mine, theirs = make_path(12, 1, "acme"), make_path(5, 2, OTHER, bytes(16))
     put(store, mine)
     put(other, theirs)
-    store.forget_all()
-    assert store.contains(names(mine)) == 0 and len(store) == 0, "from the first moment on"
-    assert store.erase_all() == Erased(12, True)
-    assert traces(scratch, mine, "acme") == []
-    assert store.erase_all() == Erased(0, True)
+    assert store.erase(None) == Erased(12, True)
+    assert traces(scratch, mine, "acme") == [] and len(store) == 0
+    assert store.erase(None) == Erased(0, True)
     check_kept(other, theirs)
     check_ledgers(store)
     assert put(store, mine) == [Outcome.OK] * 12, "it serves as ever"
@@ -183,31 +172,6 @@ def test_what_cannot_be_told_from_the_tenants_goes_too(scratch: Path, damage: st
     store.close()
 
 
-def test_what_was_cleared_and_left_behind_goes_with_a_namespace(scratch: Path) -> None:
-    """As after a kill between the steps of a clear; it counts until it is gone."""
-    store = open_store(scratch, size=20 * FILE)
-    mine = make_path(8, 1, "acme")
-    put(store, mine)
-    folder = Path(store.directories[0].folder.path)
-    store.close()
-    for number in range(2):
-        folder.rename(folder.with_name(f"gone-{number}-{FILE}"))
-        store = open_store(scratch, size=20 * FILE)
-        assert len(store) == 0
-        check_ledgers(store)
-        with store.directories[0].ledger.held():
-            assert store.directories[0].ledger.used == 8 * FILE
-        if number:
-            store.tick()
-        else:
-            assert store.erase(ACME) == Erased(0, True)
-            put(store, mine)
-        assert not list(folder.parent.glob("gone-*"))
-        check_ledgers(store)
-        store.close()
-    assert traces(scratch, mine, "acme") == []
-
-
 # -- any order of operations ----------------------------------------------------------------------
 
 LABELS = ("acme", "acme2", OTHER, "")
@@ -242,7 +206,7 @@ def test_forgetting_is_final_in_any_order_of_operations(
                 assert store.erase(Forgetting(LABELS[which] or None)).complete
                 there = {name: label for name, label in there.items() if label != LABELS[which]}
             elif action == "clear":
-                assert erase(store, None) == Erased(len(there), True)
+                assert store.erase(None) == Erased(len(there), True)
                 there = {}
             else:
                 store.close()

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hc.store.disk.eviction import BATCH_BLOCKS
+from sglang_hc.store.disk.eviction import BATCH_BLOCKS, PAGE
 from sglang_hc.store.disk.maintenance import COUNT_S
-from sglang_hc.store.disk.victims import PAGE
 from sglang_hc.store.outcome import Outcome
 from support.clock import Clock
 from support.disk_filling import fill, left, names

@@ -205,7 +205,7 @@ def test_one_of_two_devices_that_fails_at_the_start(
         assert f"--hc-disk {scratch / bad}: cannot be used" in caplog.text
         assert sorted(store.block_ids()) == sorted(kept[good])
         assert all(is_served(store, name) for name in kept[good])
-        assert not store.erase_all().complete, "the other one may hold more"
+        assert not store.erase(None).complete, "the other one may hold more"
         put(store, blocks)
         store.close()
     with pytest.raises(DirectoryError, match=r"--hc-disk .*: cannot be used"):
@@ -326,8 +326,7 @@ def test_a_directory_removed_under_the_store_loses_cache_not_requests(
         assert set(put(store, make_path(4, seed=50 + seed))) == {Outcome.IO_ERROR}
     assert not any(is_served(store, block) for block in blocks)
     store.tick()
-    store.forget_all()
-    assert not store.erase_all().complete
+    assert not store.erase(None).complete
     store.close()
     assert not (folder / "sglang-hc").exists(), "it may have been unmounted"
     open_store(folder).close()

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_hc.store import presence as presence_cache
+from sglang_hc.store import known_blocks
 from sglang_hc.store.disk.format import StoredModel, seal_block
-from sglang_hc.store.known_blocks import KnownBlocks
+from sglang_hc.store.known_blocks import KnownBlocks, Presence, PresenceCache
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.store.presence import Presence, PresenceCache
 from sglang_hc.store.remote.store import storage_key
 from support.clock import Clock
 from support.remote import (
@@ -261,7 +260,7 @@ def test_an_envelope_sealed_with_the_wrong_bytes_does_not_pass(pool, store, cloc
 
 
 def test_so_many_answers_are_remembered(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presence_cache, "MOST_REMEMBERED", 2)
+    monkeypatch.setattr(known_blocks, "MOST_REMEMBERED", 2)
     presence = PresenceCache(clock)
     for name in (b"a", b"b", b"a"):
         presence.note(name, Presence.PRESENT)

@@ -13,9 +13,8 @@ from sglang_hc.store.circuit_breaker import FAILURES_TO_OPEN
 from sglang_hc.store.disk.format import check_block
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.jobs import Job, JobThread
-from sglang_hc.store.known_blocks import KnownBlocks
+from sglang_hc.store.known_blocks import KnownBlocks, Presence
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.store.presence import Presence
 from sglang_hc.store.remote import store as store_module
 from sglang_hc.store.remote.store import storage_key
 from support.clock import Clock

@@ -73,7 +73,7 @@ def test_a_broken_trace_is_named_with_its_line(capsys, tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 1}\n')
     assert main(["simulate", "--workload", str(path), *SMALL[4:], *SIZES]) == 2
-    assert f"--workload {path}:1: Object missing required field" in capsys.readouterr().err
+    assert f"--workload: {path}:1: Object missing required field" in capsys.readouterr().err
 
 
 def test_capacity_finds_sizes_that_reach_the_target(capsys, tmp_path):

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from sglang_hc.errors import ConfigError
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.tools.simulator.models import MODEL_NAMES, GpuCosts, Machine, ModelError, load_model
+from sglang_hc.tools.simulator.models import MODEL_NAMES, GpuCosts, Machine, load_model
 
 MIB = 2**20
 
@@ -51,5 +52,5 @@ def test_costs_grow_with_work_and_context():
 def test_a_bad_config_is_named(tmp_path, config, says):
     path = tmp_path / "config.json"
     path.write_text(config)
-    with pytest.raises(ModelError, match=says):
+    with pytest.raises(ConfigError, match=says):
         load_model(str(path))

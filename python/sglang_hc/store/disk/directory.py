@@ -5,21 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import re
+import tempfile
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 
+from sglang_hc.errors import ConfigError
 from sglang_hc.store.circuit_breaker import CircuitBreaker
-from sglang_hc.store.disk.backend import FILE_MODE, DirectBackend, make_folders
+from sglang_hc.store.disk.backend import DirectBackend, make_folders
 from sglang_hc.store.disk.folders import LABEL_NAME, ModelFolder, folder_of
 from sglang_hc.store.disk.format import StoredModel
-from sglang_hc.store.disk.sharing import Ledger, Membership
+from sglang_hc.store.disk.sharing import Ledger, LockTimeout, Membership
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ def steady_time() -> float:
     return _STARTED + time.monotonic()
 
 
-class DirectoryError(Exception):
+class DirectoryError(ConfigError):
     """A directory that cannot be used. The message names it and the remedy, for users."""
 
 
@@ -83,10 +85,7 @@ class Directory:
     blocks: identities of this model's blocks that are here as far as this server knows, the longest
     unused first, with the time of their last use in ns since 1970; 0 before `learn_uses`. Looking
     into it needs no lock. It is only changed by the store. breaker: gives the directory a pause
-    when its I/O keeps failing. hangs: a thread has not come back from it. making_room: held by the
-    thread that evicts. clearings: how often it was to be cleared. cleared: how many of these are
-    done; as long as some are not, nothing that is not known is found, and nothing is written.
-    owes_clearing: one of them failed, and nobody is at it.
+    when its I/O keeps failing. hangs: a thread has not come back from it.
     """
 
     def __init__(
@@ -112,11 +111,8 @@ class Directory:
         self.blocks: OrderedDict[bytes, int] = OrderedDict.fromkeys(self.folder.block_ids(), 0)
         self.knows_uses = False
         self.hangs = False
-        self.clearings = self.cleared = 0
-        self.owes_clearing = False
         self._changing = threading.Lock()
-        """Held over memory alone, while `blocks` or `clearings` change."""
-        self.making_room = threading.Lock()
+        """Held over memory alone, while `blocks` changes."""
         self._changed: deque[bytes] | None = None
         """None until somebody asks: most servers mirror no disk."""
         self._touches: deque[tuple[int, Sequence[bytes]]] = deque(maxlen=TOUCHES_KEPT)
@@ -145,9 +141,12 @@ class Directory:
         with self._counting:
             return self._counted.copy()
 
-    def io_failed(self) -> None:
-        """A read or write failed. After several in a row the directory gets a pause."""
-        if self.breaker.failed():
+    def io_failed(self, error: OSError) -> None:
+        """An operation failed. After several in a row the directory gets a pause; one that is only
+        busy does not."""
+        if isinstance(error, LockTimeout):
+            self.count("lock_timeouts")
+        elif self.breaker.failed():
             self.count("directory_pauses")
             logger.error(
                 "%s keeps failing; it is not used for a while, and its blocks are not found",
@@ -186,17 +185,6 @@ class Directory:
         self._note(block_id)
         return True
 
-    def forget_all(self) -> None:
-        """Nothing that is here is found from now on. Waits for no disk."""
-        with self._changing:
-            self.clearings += 1
-            self.blocks.clear()
-
-    @property
-    def is_clearing(self) -> bool:
-        """Whether files are here that must not be found."""
-        return self.cleared < self.clearings
-
     def _note(self, block_id: bytes) -> None:
         if self._changed is not None:
             self._changed.append(block_id)
@@ -228,21 +216,14 @@ class Directory:
 
     def find(self, block_id: bytes) -> bool:
         """Ask the disk for a block that is not known to be here. Raises OSError."""
-        clearings = self.clearings
         try:
             used = self.backend.last_use(self.path(block_id))
         except FileNotFoundError:
             return False
         with self._changing:
-            if self.is_clearing or clearings != self.clearings:
-                return False
             self.blocks.setdefault(block_id, used)
         self._note(block_id)
         return True
-
-    def remove(self, block_ids: Iterable[bytes]) -> int:
-        """Remove blocks of this model. Returns how many files there were. Raises OSError."""
-        return sum(self.unlink(self.folder, block_id) for block_id in block_ids)
 
     def unlink(self, folder: ModelFolder, block_id: bytes) -> bool:
         """Remove a block of any model. False when there is none. Raises OSError."""
@@ -334,10 +315,8 @@ def write_small(path: str, text: str) -> None:
     with suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as file:
         if file.read() == text:  # there may be no room to write it again
             return
-    fresh = f"{path}.{os.urandom(4).hex()}"
+    descriptor, fresh = tempfile.mkstemp(dir=os.path.dirname(path))
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        descriptor = os.open(fresh, flags, FILE_MODE)
         with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
             file.write(text)
         os.replace(fresh, path)

@@ -3,19 +3,24 @@
 Where a block has to go, its file stays: it gets another name and is written over. File systems are
 slow at making and removing files, and slower at making some where others have just gone. Other
 servers may have used a block: its file says so, and is asked before it goes.
+
+Blocks that no waiting request needs go first, the least recently used before others, of whichever
+model and whichever server stored them. When every block is needed, the one that is needed last goes
+first (AttentionStore section 3.3.2).
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from contextlib import suppress
 from itertools import islice
+from typing import NamedTuple
 
 from sglang_hc.store.disk.backend import File
 from sglang_hc.store.disk.directory import Directory
-from sglang_hc.store.disk.folders import cleared_folders, model_folders
+from sglang_hc.store.disk.folders import ModelFolder, model_folders
 from sglang_hc.store.disk.sharing import unfinished_bytes
-from sglang_hc.store.disk.victims import PAGE, Victim, Victims
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +30,108 @@ BATCH_BLOCKS = 64
 NEARLY_FULL = 0.9
 """Of the limit: from then on it is known when all that is here was used last. With a million blocks
 that takes seconds, which a server with room need not spend."""
+
+
+PAGE = 1024
+"""Of the longest unused blocks, how many are put in the order of their uses at once."""
+
+
+class Victim(NamedTuple):
+    """used: in ns since 1970, as far as known here. is_needed: it goes although it is needed."""
+
+    used: int
+    folder: ModelFolder
+    block_id: bytes
+    is_needed: bool = False
+
+    @property
+    def path(self) -> str:
+        """Of its file."""
+        return self.folder.block_path(self.block_id)
+
+
+class Victims:
+    """Those of one directory. For whoever holds its ledger, but for `look_for_foreign`. Methods
+    raise OSError.
+
+    uses: when waiting requests will use blocks, see `DiskStore.expect`; changed by its owner.
+    """
+
+    def __init__(self, directory: Directory, uses: dict[bytes, float]) -> None:
+        self._directory = directory
+        self._uses = uses
+        self._queue: deque[Victim] = deque()
+        self._foreign: deque[Victim] | None = None
+        """Blocks of other models and other parts, the oldest first; None before they are needed."""
+
+    def next(self) -> Victim | None:
+        """The block that goes next; None when none is known. It is not given again."""
+        directory = self._directory
+        directory.note_touches()
+        if self._foreign is None:
+            self._foreign = self._find_foreign()
+        while self._queue or self._fill():
+            foreign = self._next_foreign(before=self._queue[0])
+            if foreign is not None:
+                return foreign
+            victim = self._queue.popleft()
+            wanted = victim.block_id in self._uses and not victim.is_needed
+            if not wanted and directory.blocks.get(victim.block_id) == victim.used:
+                return victim
+        last = self._next_foreign()
+        if last is None:
+            self._foreign = None  # there may be more when somebody asks again
+        return last
+
+    def _next_foreign(self, before: Victim | None = None) -> Victim | None:
+        """Other ranks need their parts of a block when this one does."""
+        while self._foreign and (before is None or self._foreign[0] < before):
+            victim = self._foreign.popleft()
+            if victim.block_id not in self._uses:
+                return victim
+        return None
+
+    def look_for_foreign(self) -> None:
+        """Know what other models and other parts have here, if nothing is known. Holds the ledger
+        for as long as it takes to say so."""
+        if not self._foreign:
+            found = self._find_foreign()
+            with self._directory.ledger.held():
+                self._foreign = found
+
+    def _fill(self) -> bool:
+        """Queue some of the longest unused of this model. False when there is nothing."""
+        directory = self._directory
+        directory.learn_uses()
+        self._queue.extend(self._unneeded())
+        if not self._queue and not self._foreign and directory.blocks and self._uses:
+            self._queue.extend(self._needed_last())
+        return bool(self._queue)
+
+    def _unneeded(self) -> list[Victim]:
+        """Blocks of this model that nobody needs, about the longest unused, in their order."""
+        directory, count = self._directory, PAGE
+        while True:
+            page = directory.oldest(count)
+            found = [(used, name) for name, used in page if name not in self._uses]
+            if found or len(page) < count:
+                return sorted(Victim(used, directory.folder, name) for used, name in found)
+            count *= 8
+
+    def _needed_last(self) -> list[Victim]:
+        directory = self._directory
+        needed = [name for name in self._uses.copy() if name in directory.blocks]
+        last = max(needed, key=lambda name: self._uses.get(name, 0.0), default=None)
+        used = None if last is None else directory.blocks.get(last)
+        if last is None or used is None:
+            return []
+        return [Victim(used, directory.folder, last, is_needed=True)]
+
+    def _find_foreign(self) -> deque[Victim]:
+        directory = self._directory
+        folders = [one for one in model_folders(directory.root) if one != directory.folder]
+        uses_in = directory.uses_in
+        return deque(sorted(Victim(used, f, name) for f in folders for name, used in uses_in(f)))
 
 
 class Evictor:
@@ -62,7 +169,7 @@ class Evictor:
         """A file for a block at `path`, to be written over: a new one, or that of a block that goes
         for it. None when nothing can go. Raises OSError."""
         directory = self.directory
-        with directory.ledger.held(directory.making_room):
+        with directory.ledger.held():
             counted, removed = False, 0
             while (used := self._used()) + self._size > self.limit:
                 victim = self._victims.next()
@@ -120,7 +227,7 @@ class Evictor:
         if not self._is_full:
             self._is_full = True
             logger.warning("%s: the disk is full; older blocks go", directory.root)
-        with directory.ledger.held(directory.making_room):
+        with directory.ledger.held():
             self.limit = min(self.limit, self._used())
             self._evict(self._size)  # what fills the disk may be in it by now
 
@@ -131,7 +238,7 @@ class Evictor:
         directory.learn_uses()
         directory.note_touches()
         while old := self._older(before):
-            with directory.ledger.held(directory.making_room):
+            with directory.ledger.held():
                 freed = sum(map(self._remove, old))
             directory.count("expired_blocks", freed // self._size)
 
@@ -142,35 +249,28 @@ class Evictor:
 
     # -- upkeep ----------------------------------------------------------------------------------
 
-    def count(self) -> None:
-        """Put the ledger right: files may have been removed by hand. Raises OSError."""
-        with self.directory.ledger.held():
-            self.directory.ledger.used = self._count_files()
-
-    def look_for_room(self) -> None:
-        """The disk may have got more room, or less. Raises OSError."""
-        with self.directory.ledger.held():
+    def look(self, *, count: bool) -> None:
+        """See how much room there is: the disk may have got more, or less. Where blocks will have
+        to go soon, find out which, so that no write waits for that. count: put the ledger right,
+        because files may have been removed by hand. Raises OSError."""
+        directory = self.directory
+        with directory.ledger.held():
+            if count:
+                directory.ledger.used = self._count_files()
             used = self._used()
         self.limit = self._room(used)
+        if used > NEARLY_FULL * self.limit:
+            directory.learn_uses()
+            self._victims.look_for_foreign()
 
     def trim(self) -> bool:
         """Evict some of what is above the limit, as after a start with a smaller budget. False when
         nothing is, or nothing can go. Raises OSError."""
         directory = self.directory
-        with directory.ledger.held(directory.making_room):
+        with directory.ledger.held():
             above = self._used() - self.limit
             most = BATCH_BLOCKS * self._size
             return above > 0 and self._evict(min(above, most)) > 0
-
-    def prepare(self) -> None:
-        """Where blocks will have to go soon, find out which, so that no write waits for that.
-        Raises OSError."""
-        directory = self.directory
-        with directory.ledger.held():
-            nearly_full = self._used() > NEARLY_FULL * self.limit
-        if nearly_full:
-            directory.learn_uses()
-            self._victims.look_for_foreign()
 
     # -- while the ledger is held ----------------------------------------------------------------
 
@@ -185,8 +285,7 @@ class Evictor:
         root = self.directory.root
         self._doubts = False
         unfinished = unfinished_bytes(root)  # first: what gets its name meanwhile counts twice
-        folders = model_folders(root) + cleared_folders(root)
-        return unfinished + sum(f.file_bytes * sum(1 for _ in f.block_ids()) for f in folders)
+        return unfinished + sum(one.bytes_used() for one in model_folders(root))
 
     def _room(self, used: int) -> int:
         directory = self.directory

@@ -3,7 +3,6 @@
     FOLDER/format                         version of all that lies here
     FOLDER/PART-SIZE/label                of the model, for people
     FOLDER/PART-SIZE/a/b/IDENTITY         one block; a and b: the first digits of its identity
-    FOLDER/gone-N-SIZE/                   what was cleared and is being removed
 
 PART names model, weights, plan and part of a block; SIZE is that of each of its files.
 """
@@ -21,11 +20,9 @@ from sglang_hc.store.disk.format import ID_BYTES, StoredModel
 FOLDER = "sglang-hc"
 FORMAT_NAME = "format"
 LABEL_NAME = "label"
-GONE = "gone-"
 _DIGITS = "0123456789abcdef"
 _BLOCK = re.compile(rf"[{_DIGITS}]{{{2 * ID_BYTES}}}")
 _MODEL = re.compile(rf"[{_DIGITS}]{{{4 * ID_BYTES}}}-([0-9]{{1,18}})")
-_GONE = re.compile(rf"{GONE}[{_DIGITS}]+-([0-9]{{1,18}})")
 
 
 class ModelFolder(NamedTuple):
@@ -50,6 +47,10 @@ class ModelFolder(NamedTuple):
         for leaf, start in self.leaves():
             with suppress(FileNotFoundError, NotADirectoryError):
                 yield from _identities(os.listdir(leaf), start)
+
+    def bytes_used(self) -> int:
+        """By the files of all that are here."""
+        return self.file_bytes * sum(1 for _ in self.block_ids())
 
     def uses(self) -> Iterator[tuple[bytes, int]]:
         """All that are here, and when each was used last, in ns since 1970."""
@@ -96,11 +97,7 @@ def folder_of(root: str, model: StoredModel) -> ModelFolder:
 
 def model_folders(root: str) -> list[ModelFolder]:
     """Those of all models in a directory. Raises OSError."""
-    return _folders(root, _MODEL)
-
-
-def _folders(root: str, pattern: re.Pattern[str]) -> list[ModelFolder]:
-    found = ((name, pattern.fullmatch(name)) for name in sorted(os.listdir(root)))
+    found = ((name, _MODEL.fullmatch(name)) for name in sorted(os.listdir(root)))
     return [ModelFolder(os.path.join(root, name), int(match[1])) for name, match in found if match]
 
 
@@ -108,14 +105,3 @@ def fingerprint_of(folder: ModelFolder) -> tuple[bytes, bytes]:
     """(fingerprint, part) that the name of a folder says."""
     raw = bytes.fromhex(os.path.basename(folder.path).partition("-")[0])
     return raw[:ID_BYTES], raw[ID_BYTES:]
-
-
-def cleared_name(folder: ModelFolder) -> ModelFolder:
-    """Where a folder is moved to that is cleared."""
-    name = f"{GONE}{os.urandom(8).hex()}-{folder.file_bytes}"
-    return ModelFolder(os.path.join(os.path.dirname(folder.path), name), folder.file_bytes)
-
-
-def cleared_folders(root: str) -> list[ModelFolder]:
-    """What was cleared and is not removed yet. Raises OSError."""
-    return _folders(root, _GONE)

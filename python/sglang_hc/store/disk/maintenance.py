@@ -6,7 +6,6 @@ import logging
 import threading
 from dataclasses import dataclass
 
-from sglang_hc.store.disk import erasing
 from sglang_hc.store.disk.eviction import Evictor
 
 logger = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ class Maintenance:
         except OSError as error:
             directory.count("maintenance_errors")
             logger.warning("%s: maintenance put off: %s", directory.root, error)
-            directory.io_failed()
+            directory.io_failed(error)
 
     def _look(self) -> None:
         directory, now = self._directory, self._directory.clock()
@@ -92,14 +91,10 @@ class Maintenance:
         directory.membership.look()
         if not (was_alone and directory.membership.alone):
             self._owes_find = True
-        if directory.owes_clearing:
-            erasing.clear_late(directory)
-        erasing.remove_cleared(directory)
-        if now >= self._next_count:
+        is_due = now >= self._next_count
+        if is_due:
             self._next_count = now + COUNT_S
-            self._evictor.count()
-        self._evictor.look_for_room()
-        self._evictor.prepare()
+        self._evictor.look(count=is_due)
         if self._owes_find and now >= self._next_find:
             began = directory.clock()
             directory.find_others()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 
 from sglang_hc.store.disk.backend import DIRECTORY_MODE, FULL, DirectBackend, probe_direct
 from sglang_hc.store.disk.directory import (
@@ -15,7 +14,6 @@ from sglang_hc.store.disk.directory import (
     DirectoryError,
     DirectoryLost,
     DirectorySpec,
-    steady_time,
     write_small,
 )
 from sglang_hc.store.disk.eviction import Evictor
@@ -30,56 +28,38 @@ _DEVICE_ERRORS = (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO)
 """What a dying disk says; ext4 turns to read-only when it meets errors."""
 
 
-@dataclass(frozen=True)
-class Opening:
-    """What a directory is opened for. uses: see `Evictor`. backend: None for the real disk."""
-
-    spec: DirectorySpec
-    model: StoredModel
-    uses: dict[bytes, float]
-    backend: DirectBackend | None = None
-    clock: Callable[[], float] = steady_time
-
-
-def open_directory(opening: Opening) -> Evictor:
+def open_directory(
+    spec: DirectorySpec,
+    model: StoredModel,
+    uses: dict[bytes, float],
+    backend: DirectBackend | None,
+    clock: Callable[[], float],
+) -> Evictor:
     """Check one directory, made where missing, find this model's blocks in it, and count what all
-    take. Raises DirectoryError, and DirectoryLost when the device fails."""
-    with ExitStack() as held, _errors_for_users(opening.spec.path):
-        root = make_root(opening.spec.path)
-        check_version(opening.spec.path)
-        write_small(os.path.join(root, FORMAT_NAME), f"{VERSION}\n")
-        ledger = Ledger(root)
-        held.callback(ledger.close)
-        membership = Membership(root, ledger)
-        held.callback(membership.close)
-        membership.look()
-        budget = _budget(opening, root)
-        backend = opening.backend
-        if backend is None:
-            backend = DirectBackend(probe_direct(membership.path_of(0, 0)))
-        directory = Directory(
-            root,
-            opening.model,
-            opening.spec,
-            budget,
-            backend,
-            (ledger, membership),
-            opening.clock,
-        )
-        directory.write_label()
-        evictor = Evictor(directory, opening.uses)
-        evictor.open()
-        held.pop_all()
-        return evictor
-
-
-@contextmanager
-def _errors_for_users(path: str) -> Iterator[None]:
-    """What goes wrong with a directory, as DirectoryError."""
+    take. uses: see `Victims`. backend: None for the real disk. Raises DirectoryError, and
+    DirectoryLost when the device fails."""
     try:
-        yield
+        with ExitStack() as held:
+            root = make_root(spec.path)
+            check_version(spec.path)
+            write_small(os.path.join(root, FORMAT_NAME), f"{VERSION}\n")
+            ledger = Ledger(root)
+            held.callback(ledger.close)
+            membership = Membership(root, ledger)
+            held.callback(membership.close)
+            membership.look()
+            if backend is None:
+                backend = DirectBackend(probe_direct(membership.path_of(0, 0)))
+            budget = _budget(spec, model, root, backend)
+            sharing = ledger, membership
+            directory = Directory(root, model, spec, budget, backend, sharing, clock)
+            directory.write_label()
+            evictor = Evictor(directory, uses)
+            evictor.open()
+            held.pop_all()
+            return evictor
     except OSError as error:
-        raise _unusable(path, error) from error
+        raise _unusable(spec.path, error) from error
 
 
 def make_root(path: str) -> str:
@@ -133,15 +113,13 @@ def check_version(path: str) -> None:
         )
 
 
-def _budget(opening: Opening, root: str) -> int:
+def _budget(spec: DirectorySpec, model: StoredModel, root: str, backend: DirectBackend) -> int:
     """Raises DirectoryError when it would hold next to nothing."""
-    spec, file_bytes = opening.spec, opening.model.file_bytes
     budget = spec.size_bytes
     if budget is None:
-        free = (opening.backend or DirectBackend()).free_bytes(root)
-        used = sum(f.file_bytes * sum(1 for _ in f.block_ids()) for f in model_folders(root))
-        budget = int(_DEFAULT_SHARE * (free + used))
-    least = _LEAST_BLOCKS * file_bytes * spec.users
+        used = sum(one.bytes_used() for one in model_folders(root))
+        budget = int(_DEFAULT_SHARE * (backend.free_bytes(root) + used))
+    least = _LEAST_BLOCKS * model.file_bytes * spec.users
     if budget < least:
         raise DirectoryError(
             f"--hc-disk {spec.path}: {budget / GIGABYTE:.3f} GB is too small for this model; give "

@@ -17,7 +17,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 
 from sglang_hc.store.disk.backend import DIRECTORY_MODE, FILE_MODE
 
@@ -32,6 +32,14 @@ the files of a large directory may take seconds. A write that fails may wait twi
 look like a disk that hangs (`threads.Patience`)."""
 
 _LONGEST_NAP_S = 0.002
+
+
+class LockTimeout(TimeoutError):
+    """A directory's lock did not come within LOCK_S: it is busy, which is no failure of its
+    disk."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.ETIMEDOUT, "another server does not give its lock back")
 
 
 class Ledger:
@@ -52,15 +60,12 @@ class Ledger:
         return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
 
     @contextmanager
-    def held(self, *before: threading.Lock) -> Iterator[None]:
-        """No other thread and no other server is in here. before: locks of this process that are
-        taken first and held as long. Raises OSError, also when all do not come within LOCK_S."""
+    def held(self) -> Iterator[None]:
+        """No other thread and no other server is in here. Raises LockTimeout, and OSError."""
         end = time.monotonic() + LOCK_S
-        with ExitStack() as mine:
-            for lock in (*before, self._mine):
-                if not lock.acquire(timeout=max(0.0, end - time.monotonic())):
-                    raise _too_late()
-                mine.callback(lock.release)
+        if not self._mine.acquire(timeout=LOCK_S):
+            raise LockTimeout
+        try:
             self._lock(end)
             try:
                 while not os.fstat(self._file).st_nlink:  # removed: others have another one
@@ -68,6 +73,8 @@ class Ledger:
                 yield
             finally:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
+        finally:
+            self._mine.release()
 
     def _lock(self, end: float) -> None:
         nap = 0.00005
@@ -76,7 +83,7 @@ class Ledger:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             if time.monotonic() >= end:
-                raise _too_late()
+                raise LockTimeout
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP_S)
 
@@ -174,10 +181,6 @@ class Membership:
         with suppress(OSError):
             os.unlink(self._path)
         os.close(self._file)
-
-
-def _too_late() -> TimeoutError:
-    return TimeoutError(errno.ETIMEDOUT, "another server does not give its lock back")
 
 
 def living_servers(root: str) -> list[str]:

@@ -17,6 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import takewhile
 
 import numpy as np
@@ -30,9 +31,9 @@ from sglang_hc.store.disk.erasing import Erased
 from sglang_hc.store.disk.eviction import Evictor
 from sglang_hc.store.disk.format import StoredModel
 from sglang_hc.store.disk.maintenance import Maintenance, Upkeep
-from sglang_hc.store.disk.opening import Opening, open_directory
-from sglang_hc.store.disk.reader import BlockReader, Read
-from sglang_hc.store.disk.writer import BlockWriter
+from sglang_hc.store.disk.opening import open_directory
+from sglang_hc.store.disk.reader import BlockReader
+from sglang_hc.store.disk.writer import BlockWriter, Dealer
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.forgetting import Forgetting
 
@@ -61,8 +62,9 @@ class DiskStore:
         self._readers = {one: BlockReader(one) for one in self.directories}
         self.evictors = {one.directory: one for one in evictors}
         self._writer = BlockWriter(self.evictors)
+        self.order = Dealer(self.directories).order
         self.maintenance = {one.directory: Maintenance(one, upkeep) for one in evictors}
-        self._in_use_before = set(self.directories)
+        self._in_use_before: set[Directory] = set()
         if upkeep.background:
             for one in self.maintenance.values():
                 one.start()
@@ -85,8 +87,8 @@ class DiskStore:
         uses: dict[bytes, float] = {}
         try:
             for spec in directories:
-                opening = Opening(spec, model, uses, backend, clock)
-                opened += _open_unless_lost(opening, last=not opened and spec is directories[-1])
+                one = partial(open_directory, spec, model, uses, backend, clock)
+                opened += _unless_lost(one, last=not opened and spec is directories[-1])
             return cls(opened, model, uses, upkeep, len(directories) - len(opened))
         except BaseException:
             for evictor in opened:
@@ -141,7 +143,7 @@ class DiskStore:
     def take_changes(self) -> list[bytes]:
         """Identities of blocks that left, or that others stored, since the last call, those of
         directories that went out of use or came back too. For one caller, who mirrors what can be
-        read. Nothing is noted before the first call."""
+        read. The first call names all that are here; nothing is noted before it."""
         now = set(self.in_use())
         before, self._in_use_before = self._in_use_before, now
         changed = [name for directory in now ^ before for name in directory.blocks.copy()]
@@ -167,25 +169,11 @@ class DiskStore:
             else:
                 self._uses[block_id] = use
 
-    def order(self, block_id: bytes) -> list[Directory]:
-        """The directories in use, in the order in which this block should be offered to them."""
-        return self._writer.dealer.order(block_id)
-
     def counters(self) -> Counter[str]:
         """What no answer tells: sums since the store was opened."""
         return sum((directory.counters() for directory in self.directories), Counter())
 
-    def forget_all(self) -> None:
-        """Nothing that is here is found from now on: the first half of `erase_all`. Waits for no
-        disk."""
-        self._writer.clear()
-
     # -- I/O threads --------------------------------------------------------------------------
-
-    @property
-    def clearings(self) -> int:
-        """How often the store was cleared."""
-        return self._writer.clearings
 
     @property
     def shared_with(self) -> list[Directory]:
@@ -197,46 +185,36 @@ class DiskStore:
         return any(_find(directory, block_id) for directory in self.shared_with)
 
     def write(
-        self,
-        block: Block,
-        data: memoryview,
-        order: Iterable[Directory] | None = None,
-        clearings: int | None = None,
+        self, block: Block, data: memoryview, order: Iterable[Directory] | None = None
     ) -> Outcome:
         """Store a block with its bytes, as `forms.BlockLayout` lays them out in page-aligned memory
         (O_DIRECT). The bytes must not change meanwhile. Evicts when there is no room.
 
         order: directories that are asked one after the other; None for `order`. After OK lookups
         see the block, and it survives the end of this process, not of the machine's power.
-        clearings: as they were when it was handed over, None for now; what is cleared is DROPPED.
         """
         self._check(data)
         order = self.order(block.block_id) if order is None else order
-        now = self.clearings if clearings is None else clearings
-        return self._writer.write(block, data, order, now)
+        return self._writer.write(block, data, order)
 
-    def read(self, read: Read) -> Outcome:
-        """Fetch a block, or some layers of it, and verify it.
+    def read(self, block_id: bytes, into: memoryview, deadline: float | None = None) -> Outcome:
+        """Fetch a block into page-aligned memory and verify it. deadline: on `time.monotonic`,
+        checked between calls of the system; None for any time.
 
         A block that is damaged or cannot be read is removed; the next lookup says no, unless
         another directory has the block too. A late block stays.
         """
-        self._check(read.into)
-        directory = self.directory_of(read.block_id)
+        self._check(into)
+        directory = self.directory_of(block_id)
         if directory is None:
-            return self.absence(read.block_id)
-        return self._readers[directory].read(read)
+            return self.absence(block_id)
+        return self._readers[directory].read(block_id, into, deadline)
 
-    def erase_all(self) -> Erased:
-        """Erase what `forget_all` made not to be found. Gone for good when this returns, and says
-        so, whatever happens to process or power."""
-        blocks, complete = erasing.clear(self.directories, lambda: self._writer.is_behind)
-        return Erased(blocks, complete and not self._left_out)
-
-    def erase(self, what: Forgetting) -> Erased:
-        """As `erase_all`, the blocks of some namespaces, of every model. No block of these may be
-        waiting to be written."""
-        blocks, complete = erasing.forget(self.directories, what)
+    def erase(self, what: Forgetting | None) -> Erased:
+        """Erase the blocks of some namespaces, of every model; None: all blocks of this model. None
+        of these may be waiting to be written. Gone for good when this returns, and says so,
+        whatever happens to process or power."""
+        blocks, complete = erasing.erase(self.directories, what)
         return Erased(blocks, complete and not self._left_out)
 
     def tick(self) -> None:
@@ -267,16 +245,16 @@ class DiskStore:
 def _find(directory: Directory, block_id: bytes) -> bool:
     try:
         return directory.find(block_id)
-    except OSError:
-        directory.io_failed()
+    except OSError as error:
+        directory.io_failed(error)
         return False
 
 
-def _open_unless_lost(opening: Opening, last: bool) -> list[Evictor]:
+def _unless_lost(opening: Callable[[], Evictor], last: bool) -> list[Evictor]:
     """The directory, if its device works. last: there is no other one, so that the error is raised.
     Raises DirectoryError."""
     try:
-        return [open_directory(opening)]
+        return [opening()]
     except DirectoryLost as error:
         if last:
             raise

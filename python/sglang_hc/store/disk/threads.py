@@ -13,7 +13,6 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import WRITE_QUEUE, BlockDone, SlotRead, SlotWrite
 from sglang_hc.store.disk.directory import Directory
-from sglang_hc.store.disk.reader import Read
 from sglang_hc.store.disk.store import DiskStore
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.jobs import JobThread, Question
@@ -24,7 +23,7 @@ from sglang_hc.tree.forgetting import Forgetting
 logger = logging.getLogger(__name__)
 
 _Erasing = tuple[int, Forgetting | None]
-"""Ticket, and what is erased: some namespaces, or all that was forgotten."""
+"""Ticket, and what is erased: some namespaces, or everything."""
 
 READ_THREADS = 3
 """Blocks under way per directory: while one is verified the disk reads others."""
@@ -69,26 +68,19 @@ class DiskThreads:
         self.name = "disk" if tier is SourceTier.DISK else "file"
         self._store = store
         self._pool = pool
+        self.capacity = store.capacity
+        self.contains, self.touch, self.expect = store.contains, store.touch, store.expect
         self.counts = counts
         self._counted: Counter[str] = Counter()
         self._done: deque[BlockDone] = deque()
-        self._has_named = False
         self._questions: JobThread[Question] = JobThread("hc-find", self._find)
         self._erasing: Workers[_Erasing] = Workers("hc-erase", self._erase)
         self._reads: dict[Directory, Workers[SlotRead]] = {}
-        self._writes: dict[Directory, Workers[tuple[int, SlotWrite]]] = {}
-        """With how often the store had been cleared."""
+        self._writes: dict[Directory, Workers[SlotWrite]] = {}
         for directory in store.directories:
             write = partial(self._write, directory)
             self._reads[directory] = Workers("hc-read", self._read, threads=READ_THREADS)
             self._writes[directory] = Workers("hc-write", write, threads=WRITE_THREADS)
-
-    @property
-    def capacity(self) -> int:
-        return self._store.capacity
-
-    def contains(self, block_ids: Sequence[bytes]) -> int:
-        return self._store.contains(block_ids)
 
     @property
     def is_shared(self) -> bool:
@@ -99,11 +91,8 @@ class DiskThreads:
         return not self._store.in_use()
 
     def changes(self) -> Mapping[bytes, bool]:
-        changed = self._store.take_changes()
-        if not self._has_named:
-            self._has_named, changed = True, self._store.block_ids()
         here = self._store.contains
-        return {name: bool(here([name])) for name in changed}
+        return {name: bool(here([name])) for name in self._store.take_changes()}
 
     def look_up(self, ticket: int, block_ids: Sequence[bytes], deadline: float) -> None:
         """As in `LocalBlockIo`. While one takes too long nothing else is looked up."""
@@ -115,8 +104,7 @@ class DiskThreads:
     def write(self, ticket: int, block: Block, slot: int, deadline: float) -> None:
         for directory in self._store.order(block.block_id):
             if len(self._writes[directory]) < max(1, WRITE_QUEUE // len(self._writes)):
-                write = SlotWrite(ticket, block, slot, deadline)
-                self._writes[directory].submit((self._store.clearings, write))
+                self._writes[directory].submit(SlotWrite(ticket, block, slot, deadline))
                 return
         self.answer(ticket, Outcome.DROPPED)
 
@@ -135,18 +123,8 @@ class DiskThreads:
         found = [question.done(self.tier) for question in self._questions.take_done()]
         return found + [self._done.popleft() for _ in range(len(self._done))]
 
-    def touch(self, block_ids: Sequence[bytes]) -> None:
-        self._store.touch(block_ids)
-
-    def expect(self, uses: Mapping[bytes, float | None]) -> None:
-        self._store.expect(uses)
-
-    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> int:
-        """As in BlockIo; what is erased is not found from now on where it is everything."""
-        if what is None:
-            self._store.forget_all()
+    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> None:
         self._erasing.submit((ticket, what))
-        return 1
 
     def levels(self) -> dict[str, int]:
         blocks, directories = len(self._store), len(self._store.in_use())
@@ -177,7 +155,7 @@ class DiskThreads:
             if directory.hangs:
                 for read in reads.withdraw():
                     self.answer(read.ticket, Outcome.IO_ERROR)
-                for _, write in writes.withdraw():
+                for write in writes.withdraw():
                     self.answer(write.ticket, Outcome.DROPPED)
 
     # -- threads ---------------------------------------------------------------------------------
@@ -199,8 +177,7 @@ class DiskThreads:
         for ticket, what in asked:
             blocks, complete = 0, False
             try:
-                store = self._store
-                blocks, complete = store.erase_all() if what is None else store.erase(what)
+                blocks, complete = self._store.erase(what)
             finally:
                 self.answer(ticket, Outcome.OK if complete else Outcome.IO_ERROR, blocks)
 
@@ -209,23 +186,23 @@ class DiskThreads:
             outcome = Outcome.IO_ERROR
             try:
                 into = self._pool.view(one.slot)
-                outcome = self._store.read(Read(one.block_id, into, one.deadline))
+                outcome = self._store.read(one.block_id, into, one.deadline)
             finally:
                 self.answer(one.ticket, outcome)
 
-    def _write(self, directory: Directory, batch: list[tuple[int, SlotWrite]]) -> None:
-        for clearings, one in batch:
+    def _write(self, directory: Directory, batch: list[SlotWrite]) -> None:
+        for one in batch:
             outcome = Outcome.IO_ERROR
             try:
-                outcome = self._write_one(directory, one, clearings)
+                outcome = self._write_one(directory, one)
             finally:
                 self.answer(one.ticket, outcome)
 
-    def _write_one(self, first: Directory, one: SlotWrite, clearings: int) -> Outcome:
+    def _write_one(self, first: Directory, one: SlotWrite) -> Outcome:
         if one.deadline <= time.monotonic():
             return Outcome.TIMED_OUT
         others = [d for d in self._store.order(one.block.block_id) if d is not first]
-        return self._store.write(one.block, self._pool.view(one.slot), [first, *others], clearings)
+        return self._store.write(one.block, self._pool.view(one.slot), [first, *others])
 
     def _close(self, batch: list[Directory]) -> None:
         for directory in batch:

@@ -19,6 +19,7 @@ from sglang_hc.store.disk.backend import FULL, ThreadMemory
 from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.eviction import Evictor
 from sglang_hc.store.disk.format import seal_block
+from sglang_hc.store.disk.sharing import LockTimeout
 from sglang_hc.store.outcome import GOOD, Outcome
 
 logger = logging.getLogger(__name__)
@@ -51,62 +52,33 @@ class BlockWriter:
 
     def __init__(self, evictors: Mapping[Directory, Evictor]) -> None:
         self._evictors = evictors
-        self.dealer = Dealer([*evictors])
         self._lock = threading.Lock()
         """Held over memory alone, never over a disk."""
-        self._under_way: dict[bytes, int] = {}
-        """Clearings, as they were when these writes were asked for."""
+        self._under_way: set[bytes] = set()
         self._numbers = itertools.count()
         self._pages = ThreadMemory()
-        self.clearings = 0
 
-    def clear(self) -> None:
-        """Nothing that is here is found from now on, and what is being written is not published any
-        more. Waits for no disk."""
+    def write(self, block: Block, data: memoryview, order: Iterable[Directory]) -> Outcome:
+        """See `DiskStore.write`. order: of the directories."""
         with self._lock:
-            self.clearings += 1
-            for directory in self._evictors:
-                directory.forget_all()
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether something is being written that was asked for before the last clearing."""
-        with self._lock:
-            return any(clearings < self.clearings for clearings in self._under_way.values())
-
-    def write(
-        self, block: Block, data: memoryview, order: Iterable[Directory], clearings: int
-    ) -> Outcome:
-        """See `DiskStore.write`. order: of the directories. clearings: as they were when the write
-        was asked for."""
-        with self._lock:
-            if clearings != self.clearings:
-                return Outcome.DROPPED
-            before = self._under_way.get(block.block_id, clearings)
-            if before != clearings:  # it is being written, and will not be kept
-                return Outcome.DROPPED
             there = any(d.usable() and block.block_id in d.blocks for d in self._evictors)
             if there or block.block_id in self._under_way:
                 return Outcome.DUPLICATE
-            self._under_way[block.block_id] = clearings
+            self._under_way.add(block.block_id)
         try:
             outcome = Outcome.IO_ERROR
             for directory in filter(Directory.usable, order):
-                outcome = self._write_to(directory, block, data, clearings)
-                if outcome in (*GOOD, Outcome.DROPPED):
+                outcome = self._write_to(directory, block, data)
+                if outcome in GOOD:
                     break
             return outcome
         finally:
             with self._lock:
-                del self._under_way[block.block_id]
+                self._under_way.remove(block.block_id)
 
-    def _write_to(
-        self, directory: Directory, block: Block, data: memoryview, clearings: int
-    ) -> Outcome:
+    def _write_to(self, directory: Directory, block: Block, data: memoryview) -> Outcome:
         used = directory.use_time(block.position)
         try:
-            if directory.is_clearing:  # its files would be removed with those that are cleared
-                return Outcome.DROPPED
             if not directory.membership.alone and directory.find(block.block_id):
                 return Outcome.DUPLICATE
             if not self._write_file(directory, block, data, used):
@@ -114,14 +86,7 @@ class BlockWriter:
         except OSError as error:
             return self._failed(directory, error)
         directory.io_succeeded()
-        with self._lock:
-            cleared = clearings != self.clearings
-            if not cleared:
-                directory.add(block.block_id, used)
-        if cleared:
-            with suppress(OSError):
-                directory.remove([block.block_id])
-            return Outcome.DROPPED
+        directory.add(block.block_id, used)
         return Outcome.OK
 
     def _write_file(self, directory: Directory, block: Block, data: memoryview, used: int) -> bool:
@@ -152,5 +117,5 @@ class BlockWriter:
                 self._evictors[directory].disk_is_full()
             return Outcome.NO_SPACE
         logger.warning("%s: a block could not be written: %s", directory.root, error)
-        directory.io_failed()
-        return Outcome.IO_ERROR
+        directory.io_failed(error)
+        return Outcome.DROPPED if isinstance(error, LockTimeout) else Outcome.IO_ERROR

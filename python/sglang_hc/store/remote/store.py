@@ -79,7 +79,7 @@ class RemoteStore:
     ) -> None:
         """model: whose the blocks are; what carries another name is never served. counts: gets
         hangs, and why blocks were not served."""
-        self.counts = counts
+        self.counts, self.name = counts, backend.name
         self._backend = backend
         self._frames = frames
         self._pool = pool
@@ -93,11 +93,6 @@ class RemoteStore:
         self._questions = JobThread[Question]("hc-remote-find", self._find, clock=clock)
         self._loads = JobThread[_Read]("hc-remote-get", get, loads, clock)
         self._saves = JobThread[_Write]("hc-remote-put", put, saves, clock)
-
-    @property
-    def name(self) -> str:
-        """The back end's, for people."""
-        return self._backend.name
 
     @property
     def hangs(self) -> bool:
@@ -117,12 +112,11 @@ class RemoteStore:
         else:
             self._questions.submit(Question(ticket, deadline, block_ids))
 
-    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> int:
+    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> None:
         """As in BlockIo, after the look-ups that came before and before those that follow. Single
         blocks: answered DROPPED by a store that can remove none."""
         names, deadline = None if what is None else block_ids, self._clock() + CLEAR_S
         self._questions.submit(Question(ticket, deadline, names, erases=True))
-        return 1
 
     def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
         if self._questions.stuck or self._loads.stuck:

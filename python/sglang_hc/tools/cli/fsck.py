@@ -7,7 +7,6 @@ import shlex
 
 import msgspec
 
-from sglang_hc.store.disk.directory import DirectoryError
 from sglang_hc.tools.cli.main import UsageError
 from sglang_hc.tools.disk.fsck import DirectoryReport, check
 
@@ -34,8 +33,6 @@ def run(args: argparse.Namespace) -> int:
     """Check and print. Returns 0 when nothing is wrong any more, 1 when something is."""
     try:
         reports = check(args.directories, args.repair)
-    except DirectoryError as error:
-        raise UsageError(str(error)) from error
     except OSError as error:
         raise UsageError(f"cannot read or write: {error}") from error
     if args.json:

@@ -7,7 +7,6 @@ import time
 
 import msgspec
 
-from sglang_hc.store.disk.directory import DirectoryError
 from sglang_hc.tools.cli.main import UsageError
 from sglang_hc.tools.disk.summary import DirectorySummary, ModelSummary, summarize
 
@@ -27,8 +26,6 @@ def run(args: argparse.Namespace) -> int:
     """Print the summary of each directory. Returns 0."""
     try:
         summaries = [summarize(path) for path in args.directories]
-    except DirectoryError as error:
-        raise UsageError(str(error)) from error
     except OSError as error:
         raise UsageError(f"{error}; run this as the user of the server") from error
     if args.json:

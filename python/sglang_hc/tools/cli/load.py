@@ -6,24 +6,25 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from sglang_hc.tools.cli.main import UsageError, count, number
+from sglang_hc.tools.cli.main import UsageError, blaming, count, number
 from sglang_hc.tools.simulator.jobs import OVERFLOW_MODES
 from sglang_hc.tools.simulator.models import (
     ATTENTIONSTORE_MACHINE,
     MODEL_NAMES,
     Machine,
-    ModelError,
     SimulatedModel,
     load_model,
 )
 from sglang_hc.tools.simulator.workloads import attentionstore, l_eval, sharegpt4
 from sglang_hc.tools.workloads.reading import Timing, read_trace
 from sglang_hc.tools.workloads.sessions import Workload
-from sglang_hc.tools.workloads.traces import TraceError
 
-WORKLOADS = ("attentionstore", "sharegpt4", "l-eval")
+GENERATORS: dict[str, Callable[..., Workload]] = {
+    "attentionstore": attentionstore,
+    "sharegpt4": sharegpt4,
+    "l-eval": l_eval,
+}
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +34,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         "--workload",
         required=True,
         metavar="NAME|FILE",
-        help=f"{', '.join(WORKLOADS)}, or a trace: of a server's --hc-trace, Mooncake or "
+        help=f"{', '.join(GENERATORS)}, or a trace: of a server's --hc-trace, Mooncake or "
         "Bailian JSONL, BurstGPT CSV, ShareGPT JSON",
     )
     load.add_argument("--seed", type=int, default=0, help="seed of a generated load (default: 0)")
@@ -88,43 +89,32 @@ def read_workload(args: argparse.Namespace) -> Workload:
     sessions = None if args.sessions is None else count("--sessions", args.sessions)
     rate = None if args.rate is None else number("--rate", args.rate, low=1e-9)
     think = None if args.think is None else number("--think", args.think)
-    if args.alpha is not None and args.workload != "l-eval":
+    alpha = None if args.alpha is None else number("--alpha", args.alpha)
+    if alpha is not None and args.workload != "l-eval":
         raise UsageError("--alpha: only l-eval draws contexts by Zipf; leave it out")
-    options: dict[str, Any] = {}
-    if sessions is not None:
-        options["sessions"] = sessions
-    if rate is not None:
-        options["rate"] = rate
-    if args.workload == "l-eval":
-        if think is not None:
-            raise UsageError("--think: l-eval has one turn per session; leave it out")
-        alpha = 1.0 if args.alpha is None else number("--alpha", args.alpha)
-        return l_eval(args.seed, alpha=alpha, **options)
-    if think is not None:
-        options["think"] = think
-    if args.workload == "attentionstore":
-        return attentionstore(args.seed, **options)
-    if args.workload == "sharegpt4":
-        return sharegpt4(args.seed, **options)
+    if think is not None and args.workload == "l-eval":
+        raise UsageError("--think: l-eval has one turn per session; leave it out")
+    if args.workload in GENERATORS:
+        given = {"sessions": sessions, "rate": rate, "think": think, "alpha": alpha}
+        options = {name: value for name, value in given.items() if value is not None}
+        return GENERATORS[args.workload](args.seed, **options)
     path = Path(args.workload)
     if not path.is_file():
-        raise UsageError(f"--workload {args.workload!r}: neither {', '.join(WORKLOADS)} nor a file")
+        raise UsageError(
+            f"--workload {args.workload!r}: neither {', '.join(GENERATORS)} nor a file"
+        )
     if sessions is not None:
         raise UsageError("--sessions: a trace file has its own; leave it out")
-    try:
+    with blaming("--workload"):
         return read_trace(path, Timing(rate, think or 0.0, args.seed))
-    except TraceError as error:
-        raise UsageError(f"--workload {error}") from error
 
 
 def read_model(args: argparse.Namespace) -> SimulatedModel:
     """The model and its layer plan. Raises UsageError."""
     gpus = None if args.gpus is None else count("--gpus", args.gpus)
     context = None if args.context is None else count("--context", args.context, low=128)
-    try:
+    with blaming("--model, --forms"):
         return load_model(args.model, args.forms, gpus, context)
-    except ModelError as error:
-        raise UsageError(f"--model, --forms: {error}") from error
 
 
 def read_machine(args: argparse.Namespace) -> Machine:

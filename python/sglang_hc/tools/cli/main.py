@@ -6,7 +6,10 @@ import argparse
 import importlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from sglang_hc.errors import ConfigError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     # name: (module with configure(parser) and run(args) -> exit status, one-line help)
@@ -37,8 +40,17 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
-class UsageError(Exception):
+class UsageError(ConfigError):
     """A mistake of the user. The message names the option and the remedy; exit status 2."""
+
+
+@contextmanager
+def blaming(options: str) -> Iterator[None]:
+    """What goes wrong in here is a mistake in these options: it becomes a UsageError."""
+    try:
+        yield
+    except (ConfigError, OSError) as error:
+        raise UsageError(f"{options}: {error}") from error
 
 
 def number(option: str, text: str, low: float = 0.0, high: float = 1e9) -> float:
@@ -73,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     try:
         return int(args.run(args))
-    except UsageError as error:
+    except ConfigError as error:
         print(f"sglang-hc {args.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

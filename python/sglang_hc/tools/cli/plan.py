@@ -7,16 +7,16 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_hc.errors import ConfigError
+import msgspec
+
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.layer_plan import plan_for, stored_bytes
 from sglang_hc.policy.makespan import LayerTimes, makespan
 from sglang_hc.policy.meeting import Split, best_split, from_below
-from sglang_hc.tools.cli.main import UsageError, count, number
+from sglang_hc.tools.cli.main import blaming, count, number
 from sglang_hc.tools.datasheet import Hardware, datasheet_costs, load_hardware
-from sglang_hc.tools.model_config import read_model_config
-from sglang_hc.tools.model_shape import ModelConfigError, ModelShape
+from sglang_hc.tools.model_shape import ModelShape, read_model_config
 
 DEFAULT_CONTEXT = 2560
 DEFAULT_NEW = 64
@@ -68,11 +68,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plans. Raises UsageError for anything that cannot be planned."""
-    shape = _load_shape(args.model)
-    try:
+    with blaming("--model"):
+        config, where = read_model_config(args.model)
+        shape = ModelShape.from_config(config, where=where)
+    with blaming("--gpu"):
         hardware = load_hardware(args.gpu)
-    except ConfigError as error:
-        raise UsageError(f"--gpu: {error}") from error
     link = hardware.link_gbps.value
     if args.link_gbps is not None:
         link = _gbps("--link-gbps", args.link_gbps)
@@ -193,8 +193,9 @@ def _as_json(
     return {
         **setting,
         "gpu_profile": {
-            name: {"value": quantity.value, "origin": quantity.origin}
-            for name, quantity in hardware.quantities().items()
+            name: value
+            for name, value in msgspec.to_builtins(hardware).items()
+            if isinstance(value, dict)
         },
         **tiers[SourceTier.HOST.value],
         "tiers": tiers,
@@ -272,14 +273,6 @@ def _seconds(value: float) -> str:
     if value >= 1:
         return f"{value:.2f} s"
     return f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.1f} us"
-
-
-def _load_shape(model: str) -> ModelShape:
-    try:
-        config, where = read_model_config(model)
-        return ModelShape.from_config(config, where=where)
-    except (ConfigError, ModelConfigError) as error:
-        raise UsageError(f"--model: {error}") from error
 
 
 def _gbps(option: str, text: str) -> float:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from sglang_hc import profile_file
 from sglang_hc.config import check_disk
-from sglang_hc.errors import ConfigError
-from sglang_hc.tools.cli.main import UsageError
+from sglang_hc.tools.cli.main import UsageError, blaming
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -33,23 +32,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the model as a server would, measure, write. Raises UsageError."""
+    """Load the model as a server would, measure, write. Raises ConfigError."""
     model, output = Path(args.model), Path(args.output)
     if model.exists() and not (model / "config.json").is_file():
         raise UsageError(f"--model: {model} has no config.json; give a folder with a model in it")
     if not output.parent.is_dir():
         raise UsageError(f"--output: the folder {output.parent} does not exist; make it first")
-    try:
+    with blaming("--hc-disk"):
         for disk in args.hc_disk:
             check_disk(disk)
-    except ConfigError as error:
-        raise UsageError(f"--hc-disk: {error}") from error
     from sglang_hc.srt.start.calibrate_command import profile_model
 
-    try:
-        cost = profile_model(args.model, tuple(args.hc_disk), args.sglang_flags)
-    except ConfigError as error:
-        raise UsageError(str(error)) from error
+    cost = profile_model(args.model, tuple(args.hc_disk), args.sglang_flags)
     try:
         profile_file.save(cost, output)
     except OSError as error:

@@ -19,10 +19,10 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.restore_plan import RestorePlan
 from sglang_hc.queue.admission import ON_THE_WAY, Admission
 from sglang_hc.queue.meeting import Action, Meeting
+from sglang_hc.tools.simulator.disk import ReadQueue
 from sglang_hc.tools.simulator.jobs import Conversation, Job, Overflow
 from sglang_hc.tools.simulator.measures import Measures
 from sglang_hc.tools.simulator.models import GpuCosts
-from sglang_hc.tools.simulator.reads import ReadQueue
 from sglang_hc.tools.simulator.tiers import Found, TieredCache
 from sglang_hc.tools.workloads.sessions import Workload
 

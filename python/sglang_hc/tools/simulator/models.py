@@ -9,19 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from sglang_hc.errors import ConfigError
-from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, PlanError
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import restore_alone
 from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.restore_plan import RestorePlan, plan_restore
 from sglang_hc.tools.datasheet import Rates, modelled_costs
-from sglang_hc.tools.model_config import read_model_config
-from sglang_hc.tools.model_shape import ModelConfigError, ModelShape
-
-
-class ModelError(ValueError):
-    """A model that is neither known nor readable. The message is for users."""
-
+from sglang_hc.tools.model_shape import ModelShape, read_model_config
 
 _LLAMA = {"model_type": "llama", "torch_dtype": "float16"}
 _SHIPPED: dict[str, tuple[dict[str, Any], int, int]] = {
@@ -117,38 +111,28 @@ def load_model(
 ) -> SimulatedModel:
     """A shipped model by name, or any other from its config.json or the folder that holds one.
 
-    Raises ModelError with the known names, or with what is wrong with the file or the plan.
+    Raises ConfigError with the known names, or with what is wrong with the file or the plan.
     """
     config: Mapping[str, Any]
     if name_or_path in _SHIPPED:
         config, window, cards = _SHIPPED[name_or_path]
         overhead, where = PAPER_LAYER_OVERHEAD, name_or_path
     else:
-        config, where = _read(name_or_path)
+        if not Path(name_or_path).exists():
+            raise ConfigError(
+                f"unknown model {name_or_path!r}: give one of {', '.join(MODEL_NAMES)}, or a "
+                "config.json"
+            )
+        config, where = read_model_config(name_or_path)
         window = context or _window(config, where)
         cards, overhead = 1, SERVER_LAYER_OVERHEAD
-    try:
-        shape = ModelShape.from_config(config, where=where)
-        plan = LayerPlan.parse(forms, shape.num_layers)
-        layout = BlockLayout(plan, shape.state_shape())
-    except (ModelConfigError, PlanError) as cause:
-        raise ModelError(str(cause)) from cause
+    shape = ModelShape.from_config(config, where=where)
+    layout = BlockLayout(LayerPlan.parse(forms, shape.num_layers), shape.state_shape())
     if not layout.slot_bytes:
-        raise ModelError(f"forms {forms!r} stores nothing; give a plan with hidden or kv layers")
+        raise ConfigError(f"forms {forms!r} stores nothing; give a plan with hidden or kv layers")
     return SimulatedModel(
         Path(where).name, shape, layout, context or window, gpus or cards, overhead
     )
-
-
-def _read(text: str) -> tuple[Mapping[str, Any], str]:
-    if not Path(text).exists():
-        raise ModelError(
-            f"unknown model {text!r}: give one of {', '.join(MODEL_NAMES)}, or a config.json"
-        )
-    try:
-        return read_model_config(text)
-    except ConfigError as error:
-        raise ModelError(str(error)) from error
 
 
 def _window(config: Mapping[str, Any], where: str) -> int:
@@ -158,7 +142,7 @@ def _window(config: Mapping[str, Any], where: str) -> int:
             value = source.get(name)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
-    raise ModelError(f"{where}: has no max_position_embeddings; give --context")
+    raise ConfigError(f"{where}: has no max_position_embeddings; give --context")
 
 
 @dataclass(frozen=True)

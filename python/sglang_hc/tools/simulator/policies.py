@@ -42,7 +42,7 @@ class FifoPolicy(EvictionPolicy[B]):
 
 
 class QueueByAge(QueuePolicy[B]):
-    """The server's order on its disk (store/disk/victims.py): of what nobody needs the oldest
+    """The server's order on its disk (store/disk/eviction.py): of what nobody needs the oldest
     leaves, whatever was learned of loops."""
 
     def _preferred_to(self, oldest: Entry[B]) -> Entry[B] | None:

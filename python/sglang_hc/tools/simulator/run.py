@@ -155,7 +155,6 @@ def _clairvoyant(
         costs,
         policy="belady",
         prefetch=setup.prefetch_mode,
-        node_policy=lambda _: BeladyPolicy(oracle),
-        disk_policy=lambda: BeladyPolicy(oracle),
+        policies=lambda: BeladyPolicy(oracle),
     )
     return replay(setup.workload, overflow, events, cache, costs, oracle), cache, events

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice, takewhile
+from typing import Any
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.eviction import Block, EvictionPolicy, IsProtected, LruPolicy
+from sglang_hc.policy.eviction import Block, EvictionPolicy, IsProtected
 from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.queue.fetch_costs import Missing
 from sglang_hc.queue.lookahead import EVICTION_STRETCH, LookAhead
 from sglang_hc.queue.meeting import Meetings, Step, TailReads
 from sglang_hc.queue.prefetch import Prefetcher
-from sglang_hc.tools.simulator.disk import DiskBlock, SimulatedDisk
+from sglang_hc.tools.simulator.disk import SimulatedDisk, Transfer
 from sglang_hc.tools.simulator.jobs import FINGERPRINT, Job, tail_identity
 from sglang_hc.tools.simulator.policies import policy_named
-from sglang_hc.tools.simulator.reads import Transfer
 from sglang_hc.tree.block_tree import BlockNode, BlockTree, PathMatch
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import BLOCK_BYTES, Prefix
@@ -60,16 +61,15 @@ class Found:
         return replace(self, host=0, disk=self.host + self.disk)
 
 
-NodePolicies = Callable[[str], EvictionPolicy[BlockNode]]
-DiskPolicies = Callable[[], EvictionPolicy[DiskBlock]]
+Policies = Callable[[], EvictionPolicy[Any]]
+"""Makes the policy of a tier."""
 
 
 class TieredCache:
     """What a server keeps of its requests, and where.
 
     `prefetch`: queue, on-arrival or off. `stretch`: eviction window over (C_mem + C_disk) / S_kv.
-    `node_policy` and `disk_policy` replace the named policy,
-    e.g. by the clairvoyant one. Times come from the caller.
+    `policies` replaces the named policy, e.g. by the clairvoyant one. Times come from the caller.
     """
 
     def __init__(
@@ -80,8 +80,7 @@ class TieredCache:
         policy: str,
         prefetch: str,
         stretch: float = EVICTION_STRETCH,
-        node_policy: NodePolicies | None = None,
-        disk_policy: DiskPolicies | None = None,
+        policies: Policies | None = None,
     ) -> None:
         self.window = LookAhead()
         self.jobs: dict[int, Job] = {}
@@ -90,20 +89,16 @@ class TieredCache:
         self._started: list[Transfer] = []
         self._reading = 0
 
-        def nodes(tier: str, slots: int) -> tuple[HostTier | None, EvictionPolicy[BlockNode]]:
-            if not slots:
-                return None, LruPolicy()  # never told of a block
-            order = node_policy(tier) if node_policy else policy_named(policy, self.window)
-            return HostTier(BlockTree(FINGERPRINT), slots, order), order
+        # The server's disk orders by age outside the window (store/disk/eviction.py).
+        on_disk = policies or partial(policy_named, policy, self.window, disk=True)
+        in_memory = policies or partial(policy_named, policy, self.window)
 
-        self.host, host_policy = nodes("host", sizes.host)
-        self.in_host = host_policy.has
-        self.device, _ = nodes("device", sizes.device)
-        self.disk: SimulatedDisk | None = None
-        if sizes.disk:
-            # The server's disk orders by age outside the window (store/disk/eviction.py).
-            order = disk_policy() if disk_policy else policy_named(policy, self.window, disk=True)
-            self.disk = SimulatedDisk(sizes.disk, order)
+        def nodes(slots: int) -> HostTier | None:
+            return HostTier(BlockTree(FINGERPRINT), slots, in_memory()) if slots else None
+
+        self.host, self.device = nodes(sizes.host), nodes(sizes.device)
+        self.in_host = self.host.has if self.host is not None else lambda block_id: False
+        self.disk = SimulatedDisk(sizes.disk, on_disk()) if sizes.disk else None
         self._disk_write_free = 0.0
         self.write_seconds = costs.block_seconds(SourceTier.DISK)
         if self.host is None or self.disk is None:

@@ -1,50 +1,28 @@
 """Files as loads: the public trace formats, and what a server of ours recorded.
 
-Told apart by their contents, not their names. Hash ids say which tokens are shared. Where a format
-has text, its length is estimated, unless a tokenizer is at hand.
+Told apart by their contents, not their names.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 from sglang_hc.tools.workloads.recorded import recorded_sessions
-from sglang_hc.tools.workloads.sessions import (
-    TOKEN_IDS,
-    FreshIds,
-    Ids,
-    Said,
-    Session,
-    Span,
-    Turn,
-    Workload,
-    poisson_arrivals,
-)
+from sglang_hc.tools.workloads.sessions import Session, Workload, poisson_arrivals
 from sglang_hc.tools.workloads.traces import (
     READERS,
-    HashedPrompt,
+    Encode,
+    TokenIds,
     TraceError,
-    TraceSession,
-    TraceTurn,
     json_object,
 )
-from sglang_hc.tree.identity import pack_tokens
-
-CHARACTERS_PER_TOKEN = 4.0
-"""Estimate for ShareGPT, whose files hold text and no token counts."""
 
 RECORDED = "sglang-hc"
 """Names the format of a server's own trace, beside those of READERS."""
-
-_FRESH = TOKEN_IDS // 2
-"""Token ids below belong to hash ids, those above are given out once."""
-
-Encode = Callable[[str], list[int]]
-"""Token ids of a text."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +48,8 @@ def read_trace(
         if kind == RECORDED:
             sessions = recorded_sessions(path)[:limit]
         else:
-            sessions = list(islice(_sessions(READERS[kind](path), timing, encode), limit))
+            found = READERS[kind](path, TokenIds(encode))
+            sessions = list(islice(_arriving(found, timing), limit))
     except OSError as cause:
         raise TraceError(f"{path}: {cause.strerror or cause}") from cause
     except UnicodeDecodeError as cause:
@@ -101,51 +80,15 @@ def _kind_of(path: Path) -> str:
     )
 
 
-def _sessions(
-    found: Iterator[TraceSession], timing: Timing, encode: Encode | None
-) -> Iterator[Session]:
-    """Sessions of a public format. Those without times arrive by `timing`."""
-    fresh = FreshIds(_FRESH)
+def _arriving(found: Iterator[Session], timing: Timing) -> Iterator[Session]:
+    """Those of a public format that ask something. Without times they arrive by `timing`."""
     arrivals = poisson_arrivals(random.Random(timing.seed), timing.rate or 1.0)
     for session in found:
-        turns: list[Turn] = []
-        so_far = 0
-        for turn in session.turns:
-            said, answer = _said(turn, so_far, fresh, encode), _text(turn.answered, fresh, encode)
-            think = timing.think if turns and turn.at is None else 0.0
-            made = Turn(said, answer, think, turn.at)
-            if made.new_tokens:
-                turns.append(made)
-                so_far += made.new_tokens + answer.length
-        if turns:
-            arrival = turns[0].at
-            whole = isinstance(session.turns[0].asked, HashedPrompt)
-            yield Session(next(arrivals) if arrival is None else arrival, tuple(turns), whole)
-
-
-def _said(turn: TraceTurn, so_far: int, fresh: FreshIds, encode: Encode | None) -> tuple[Said, ...]:
-    """What a turn adds to a conversation of `so_far` tokens, or its whole prompt by hashes."""
-    asked = turn.asked
-    if isinstance(asked, HashedPrompt):
-        return _hashed(asked)
-    if isinstance(asked, int):
-        # A prompt that covers the session so far contains it; any other is new in whole.
-        return (fresh.span(asked - so_far if asked > so_far else asked),)
-    return tuple(_text(part, fresh, encode) for part in asked)
-
-
-def _text(said: int | str, fresh: FreshIds, encode: Encode | None) -> Said:
-    """The count that the file gives, the tokens of a text, or an estimate of how many it has."""
-    if isinstance(said, int):
-        return fresh.span(said)
-    if encode is not None:
-        return Ids(pack_tokens(encode(said)))
-    return fresh.span(max(1, round(len(said) / CHARACTERS_PER_TOKEN)))
-
-
-def _hashed(prompt: HashedPrompt) -> tuple[Span, ...]:
-    step = prompt.tokens_per_id
-    return tuple(
-        Span(number * step % _FRESH, min(step, prompt.tokens - index * step))
-        for index, number in enumerate(prompt.ids)
-    )
+        turns = [turn for turn in session.turns if turn.new_tokens]
+        if not turns:
+            continue
+        arrival = turns[0].at
+        if arrival is None:
+            arrival = next(arrivals)
+            turns[1:] = (replace(turn, think=timing.think) for turn in turns[1:])
+        yield replace(session, arrival=arrival, turns=tuple(turns))
