@@ -72,15 +72,15 @@ def serve(retract: bool, form: str, flags: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("form", ["hidden", "kv", "recompute:1,hidden:1,kv:2"])
 @pytest.mark.parametrize(
-    "flags",
+    ("form", "flags"),
     [
-        (),
-        ("--disable-overlap-schedule",),
-        ("--chunked-prefill-size", "64", "--enable-mixed-chunk"),
+        ("hidden", ()),
+        ("kv", ()),
+        ("hidden:2,kv:2", ("--disable-overlap-schedule",)),
+        ("recompute:1,hidden:1,kv:2", ("--chunked-prefill-size", "64", "--enable-mixed-chunk")),
     ],
-    ids=["overlap", "plain", "mixed chunks"],
+    ids=["hidden", "kv", "plain", "mixed chunks"],
 )
 def test_what_was_generated_is_not_computed_again(
     once: Once, form: str, flags: tuple[str, ...]
