@@ -9,7 +9,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.store import known_blocks as remote_blocks
 from sglang_hc.store.remote import RemoteStore
 from support.core import Core, run_in_child
-from support.prompts import in_store, on_disk
+from support.prompts import in_store
 from support.ranked_core import CORES, run_ranks
 from support.ranked_turns import (
     BLOCKS,
@@ -117,55 +117,7 @@ def test_a_server_with_other_ranks_finds_nothing(models: None, tmp_path: Path) -
     assert run_ranks(go_on, "tp", *what)[0].stored == BLOCKS
 
 
-def some_on_disk(rank: int, port: int, *what: str) -> None:
-    """The first block of the conversation goes to disk and nowhere else."""
-    core = engine(rank, port, *what)
-    prompt, _ = prompts("later")
-    core.ask(prompt[: BLOCK_TOKENS + 6], 4)
-    core.settle()
-    core.tree.release_host_resources()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", CORES)
-def test_a_disk_and_a_store_together(models: None, tmp_path: Path, kind: str) -> None:
-    """The first block comes from the disks, the rest from the store."""
-    store, form = in_store(str(tmp_path / "shared")), "hidden:2,kv:2"
-    first, other = (on_disk(tmp_path / name) for name in ("d", "e"))
-    found = run_ranks(talk_and_stop, kind, form, "llama-gqa", *first, *store)
-    check_alike([turns for turns, _ in found])
-    counted = found[0][0].counted
-    assert counted["disk_saved_blocks"] == counted["remote_saved_blocks"] > 0
-    assert counted["disk_loaded_blocks"] == BLOCKS // BLOCK_TOKENS
-    run_ranks(some_on_disk, kind, form, "llama-gqa", *other)
-    later = run_ranks(go_on, kind, form, "llama-gqa", *other, *store)
-    check_alike(later)
-    assert later[0].said == found[0][1] and later[0].stored == BLOCKS
-    assert later[0].counted["disk_loaded_blocks"] == 1
-    assert later[0].counted["remote_loaded_blocks"] == BLOCKS // BLOCK_TOKENS - 1
-
-
 # -- faults of one rank's part -------------------------------------------------------------------
-
-
-class Faulty:
-    """A back end that does what a test says instead of what it is asked for."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-        self.instead: dict[str, Callable[..., Any]] = {}
-
-    def exists(self, keys: Sequence[str]) -> Any:
-        return self.instead.get("exists", self._inner.exists)(keys)
-
-    def get(self, keys: Sequence[str], frames: Sequence[int]) -> Any:
-        return self.instead.get("get", self._inner.get)(keys, frames)
-
-    def put(self, keys: Sequence[str], frames: Sequence[int]) -> Any:
-        return self.instead.get("put", self._inner.put)(keys, frames)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
 
 def raising(*_: Any) -> Any:
@@ -201,14 +153,12 @@ def meet_faults(
     rank: int, port: int, kind: str, shared: str
 ) -> tuple[dict[str, Turns], dict[str, Any]]:
     """Turns by the fault that came between them, and what /server_info shows then."""
-    from sglang_hc.srt.arguments import storage_backends
     from sglang_hc.store.disk.format import part_of
 
-    opened = storage_backends.open_remote
-    storage_backends.open_remote = lambda *args: Faulty(opened(*args))
     core = engine(rank, port, kind, "hidden:2,kv:2", "llama-gqa", *in_store(shared))
     blocks = core.tree.tiers.disk._io
     store = blocks._store._inner
+    backend = store._backend
     first = part_of(core.tree.tiers.host.tree.fingerprint, f"{kind}2-0")
     is_hit = rank == HIT_BY
 
@@ -221,11 +171,13 @@ def meet_faults(
         return between
 
     def instead(**calls: Callable[..., Any]) -> None:
-        store._backend.instead = calls if is_hit else {}
+        """What the back end does instead of what it is asked for."""
+        vars(backend).update(calls if is_hit else {})
 
     def well() -> None:
         """Pauses are over, and what was done instead."""
-        store._backend.instead = {}
+        for name in ("exists", "get", "put"):
+            vars(backend).pop(name, None)
         blocks._reading.succeeded()
         blocks._saving.succeeded()
 
@@ -240,7 +192,7 @@ def meet_faults(
     instead(put=raising)
     found["unwritable"] = talk(core, "unwritable", on_it(lambda: None))
     well()
-    slow = store._backend._inner.get
+    slow = backend.get
     late = on_it(lambda: instead(get=lambda *args: (time.sleep(0.5), slow(*args))[1]))
     found["slow"] = talk(core, "slow", late)
     well()
