@@ -155,6 +155,7 @@ def test_recomputed_cuts_answer_as_on_a_server_that_never_evicts(
     found, restarted = both_engines(FORMS[2], "recompute", str(tmp_path))
     for some in (found["device"], found["host"], restarted):
         assert some.replies == found["nothing"].replies
+    assert max(host for _, host, _ in found["device"].sources[2:]) > 256, "the same cut, once more"
     assert "overflow_moved_tokens" not in found["counts"]
 
 
