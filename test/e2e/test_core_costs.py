@@ -16,6 +16,7 @@ from support.clock import Clock
 from support.core import Core, run_in_child
 from support.meetings import HeldDisk
 from support.profiles import cost_model, write
+from support.prompts import SMALL, on_disk, prompt
 
 POOL = 2048
 LAYERS = 4
@@ -28,15 +29,12 @@ HOPELESS = cost_model(host=1e3, disk=1e3, project=1.0, prefill=1e-9)
 
 
 def engine(profile: str, *flags: str) -> Core:
-    return Core(
-        "--hc-forms", "kv", "--hc-host-size-gb", "0.2", "--max-total-tokens", str(POOL),
-        "--dtype", "float32", *flags, profile=profile,
-    )  # fmt: skip
+    pool = ("--max-total-tokens", str(POOL))
+    return Core("--hc-forms", "kv", *SMALL, *pool, *flags, profile=profile)
 
 
 def histories(count: int, length: int) -> list[list[int]]:
-    rng = random.Random(11)
-    return [[rng.randrange(3, 900) for _ in range(length)] for _ in range(count)]
+    return [prompt(seed, length) for seed in range(count)]
 
 
 class TimedDisk(HeldDisk):
@@ -111,7 +109,7 @@ def served(
 ) -> tuple[list[int], dict]:
     # Without chunks nothing is computed while the rest is read: it is tried, or not read at all.
     whole = ("--chunked-prefill-size", "-1", "--mem-fraction-static", "0.5")
-    core = engine(profile, "--hc-disk", f"{directory}:1", *whole)
+    core = engine(profile, *on_disk(directory), *whole)
     TimedDisk(core)
     keep_time(core, 2 * PREFILL if slow else PREFILL)
     found = [core.ask([*history, 7, 8, 9], 1).storage for history in asked]
@@ -134,7 +132,7 @@ def test_a_disk_that_is_faster_than_its_profile_is_read_within_fifty_requests(
 
 
 def one_history(profile: str, directory: str, *flags: str) -> tuple[int, int, dict]:
-    core = engine(profile, "--hc-disk", f"{directory}:1", *flags)
+    core = engine(profile, *on_disk(directory), *flags)
     (history,) = histories(1, 800)
     from_disk = core.ask(history, 1).storage
     core.settle()

@@ -10,20 +10,18 @@ from typing import Any
 import pytest
 
 from sglang_hc.tree.namespaces import client_namespace
-from support.conversations import POOL, converse
+from support.conversations import POOL, converse, options
 from support.core import Core, Reply, run_in_child
 from support.profiles import cost_model, write
+from support.prompts import on_disk, prompt
 
 SLOW_LINK = cost_model(host=1.0, project=1e-9, prefill=1e-9)
 EVEN = cost_model(host=2e-4, project=1e-9, prefill=1e-4, hidden_share=1.0)
 """Recomputing a layer takes half as long as loading it: some of each is the fastest."""
 
 
-def engine(form: str, profile: str) -> Core:
-    core = Core(
-        "--hc-forms", form, "--hc-host-size-gb", "0.1", "--max-total-tokens", str(POOL),
-        "--dtype", "float32", profile=profile,
-    )  # fmt: skip
+def engine(form: str, profile: str, *flags: str) -> Core:
+    core = Core(*options(form, "float32"), *flags, profile=profile)
     core.believe_profile()
     return core
 
@@ -87,11 +85,7 @@ def test_a_part_of_a_hit_is_restored_and_the_rest_recomputed(models: None, tmp_p
 
 
 def after_restart(directory: str, profile: str, history: list[int]) -> tuple[Reply, dict]:
-    core = Core(
-        "--hc-forms", "kv", "--hc-disk", f"{directory}:1", "--hc-host-size-gb", "0.1",
-        "--max-total-tokens", str(POOL), "--dtype", "float32", profile=profile,
-    )  # fmt: skip
-    core.believe_profile()
+    core = engine("kv", profile, *on_disk(directory))
     reply = core.ask(history, 16)
     core.settle()
     return reply, core.tree.stats()
@@ -101,9 +95,7 @@ def after_restart(directory: str, profile: str, history: list[int]) -> tuple[Rep
 def test_a_disk_slower_than_recomputing_is_not_waited_for(
     models: None, tmp_path: Path, disk: float, read: bool
 ) -> None:
-    rng = random.Random(6)
-    history = [rng.randrange(3, 900) for _ in range(260)]
-    profile = write(cost_model(disk=disk, prefill=1e-2), tmp_path)
+    history, profile = prompt(6, 260), write(cost_model(disk=disk, prefill=1e-2), tmp_path)
     wanted, _ = run_in_child(after_restart, str(tmp_path / "d"), profile, history)
     reply, stats = run_in_child(after_restart, str(tmp_path / "d"), profile, history)
     assert reply.tokens == wanted.tokens
@@ -119,11 +111,10 @@ def tree_changes(form: str, profile: str) -> tuple[list[int], Reply, dict, int]:
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     core = engine(form, profile)
-    rng = random.Random(4)
-    prompt = [rng.randrange(3, 900) for _ in range(200)]
-    wanted = core.ask(prompt, 20, "kept").tokens
-    core.ask(prompt[:190], 1, "evicted")
-    rows = [part[:64] for part in core.kv(prompt[:64], "evicted")]
+    asked = prompt(4, 200)
+    wanted = core.ask(asked, 20, "kept").tokens
+    core.ask(asked[:190], 1, "evicted")
+    rows = [part[:64] for part in core.kv(asked[:64], "evicted")]
     core.settle()
     core.flood(random.Random(1), 2 * POOL)
     tree, allocate = core.tree, core.tree.allocate
@@ -134,16 +125,16 @@ def tree_changes(form: str, profile: str) -> tuple[list[int], Reply, dict, int]:
         parts = [b[i] for i in range(pool.layer_num) for b in (pool.k_buffer, pool.v_buffer)]
         for part, saved in zip(parts, rows, strict=True):
             part[others] = saved
-        key = RadixKey(array("q", prompt[:64]), client_namespace(None, "evicted"))
+        key = RadixKey(array("q", asked[:64]), client_namespace(None, "evicted"))
         tree.insert(InsertParams(key=key, value=others))
         tree.allocate = allocate
         return slots
 
     tree.allocate = interrupted
-    reply = core.ask(prompt, 20, "evicted")
+    reply = core.ask(asked, 20, "evicted")
     core.settle()
     assert tree.allocate is allocate, "no slots were asked for"
-    again = core.ask(prompt, 20, "evicted")
+    again = core.ask(asked, 20, "evicted")
     assert again.tokens == reply.tokens
     core.settle()
     return wanted, reply, tree.stats(), again.device

@@ -10,6 +10,7 @@ import pytest
 
 from support.core import Core, run_in_child
 from support.profiles import cost_model, write
+from support.prompts import SMALL
 
 TURNS = 6
 
@@ -23,10 +24,8 @@ class Server:
     """Serves one request at a time. Some conversations have left its device."""
 
     def __init__(self, forms: str, pool: int, profile: str) -> None:
-        self.core = Core(
-            "--hc-forms", forms, "--max-total-tokens", str(pool), "--dtype", "float32",
-            "--hc-host-size-gb", "0.1", "--max-running-requests", "1", profile=profile,
-        )  # fmt: skip
+        flags = ("--max-total-tokens", str(pool), "--max-running-requests", "1")
+        self.core = Core("--hc-forms", forms, *SMALL, *flags, profile=profile)
         self.core.believe_profile()
         self.histories = [prompt + self.core.ask(prompt, 8).tokens for prompt in prompts()]
         self.core.settle()

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
+
+import pytest
 
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support import waiting
-from support.core import Core, run_in_child
+from support.core import Core, Reply, run_in_child
 from support.disk_store import store_of
 from support.forgetting import forgotten, held_by_host
-from support.prompts import in_directory, in_store, on_disk
+from support.prompts import SMALL, in_directory, in_store, on_disk, prompt
+from support.ranked_core import CORES, run_ranks
+from support.ranked_turns import engine
 
-FLAGS = (
-    "--hc-forms", "kv", "--max-total-tokens", "1280", "--dtype", "float32",
-    "--hc-host-size-gb", "0.02",
-)  # fmt: skip
-RNG = random.Random(4)
-PROMPT = RNG.choices(range(3, 900), k=200)
-OTHER = RNG.choices(range(3, 900), k=200)
+FLAGS = ("--hc-forms", "kv", *SMALL, "--max-total-tokens", "1280", "--hc-host-size-gb", "0.02")
+PROMPT, OTHER = prompt(4, 200), prompt(5, 200)
 
 
 def a_tenant_leaves(directory: str) -> tuple[Any, ...]:
-    core = Core(*FLAGS, "--hc-disk", f"{directory}:1")
+    core = Core(*FLAGS, *on_disk(directory))
     first = core.ask(PROMPT, 24, salt="acme")
     other = core.ask(OTHER, 24, salt="acme2")
     core.ask(OTHER, 1, salt=None)
@@ -157,7 +155,7 @@ def test_a_store_that_knows_no_namespaces_says_that_more_may_be_left(
 def clearing(directory: str | None) -> list[Any]:
     from sglang.srt.managers.io_struct import ClearHiCacheReqInput
 
-    core = Core(*FLAGS, *(["--hc-disk", f"{directory}:1"] if directory else []))
+    core = Core(*FLAGS, *([*on_disk(directory)] if directory else []))
     core.ask(PROMPT, 8)
     core.settle()
     said: list[Any] = []
@@ -187,3 +185,58 @@ def clearing(directory: str | None) -> list[Any]:
 def test_a_clear_says_whether_it_cleared(models: None, tmp_path: Path) -> None:
     assert run_in_child(clearing, str(tmp_path)) == [True, [], True, False, False]
     assert run_in_child(clearing, None) == [False], "there was nothing to clear"
+
+
+# -- two ranks or stages -------------------------------------------------------------------------
+
+
+class Left(NamedTuple):
+    """What one rank has of the tenant, before and after: blocks in host memory; and replies."""
+
+    before: int
+    answer: dict[str, Any]
+    device: int
+    host: int
+    first: Reply
+    again: Reply
+    theirs: Reply
+    others: Reply
+
+
+def leave(rank: int, port: int, *server: str) -> Left:
+    core = engine(rank, port, *server)
+    first, others = core.ask(PROMPT, 24, salt="acme"), core.ask(OTHER, 24, salt="acme2")
+    core.settle()
+    history = [*PROMPT, *first.tokens]
+    before = held_by_host(core, history, "k4:acme")
+    answer = forgotten(core)
+    core.settle()
+    device, host = len(core.slots(history, "k4:acme")), held_by_host(core, history, "k4:acme")
+    core.forget()  # what is left is on the disks
+    again, theirs = core.ask(PROMPT, 24, salt="acme"), core.ask(OTHER, 24, salt="acme2")
+    core.settle()
+    forgotten(core)  # it was kept again
+    core.settle()
+    core.tree.release_host_resources()
+    return Left(before, answer, device, host, first, again, theirs, others)
+
+
+def return_to(rank: int, port: int, *server: str) -> tuple[int, int]:
+    core = engine(rank, port, *server)
+    return core.ask(PROMPT, 1, salt="acme").cached, core.ask(OTHER, 1, salt="acme2").storage
+
+
+@pytest.mark.parametrize("kind", ["tp", pytest.param("pp", marks=pytest.mark.slow)])
+def test_what_was_forgotten_is_found_by_no_rank(models: None, tmp_path: Path, kind: str) -> None:
+    """Two ranks are told once. Neither finds it on its device, in host memory, or on its own disk,
+    also after a restart."""
+    server = (kind, "hidden:2,kv:2", "llama-gqa", *on_disk(tmp_path / "d"))
+    found = run_ranks(leave, *server)
+    assert found[0].answer["status"] == 200 and found[0].answer["complete"]
+    assert found[0].answer["disk"] == {"blocks": 3, "complete": True}
+    for rank in found:
+        assert rank.before > 190 and (rank.device, rank.host) == (0, 0)
+        assert rank.again.cached == 0 and rank.again.tokens == rank.first.tokens
+        assert rank.theirs.storage >= 192 and rank.theirs.tokens == rank.others.tokens
+    assert run_ranks(return_to, *server) == [(0, 192), (0, 192)]
+    assert set(CORES) == {"tp", "pp"}

@@ -16,13 +16,9 @@ import pytest
 from support.core import Core, Once, Reply, run_in_child
 from support.during import When
 from support.meetings import HeldDisk, Replies, counted, second_turn, start
-from support.prompts import on_disk, prompt
+from support.prompts import SMALL, on_disk, prompt
 
-POOL = 1200
-FLAGS = (
-    "--hc-host-size-gb", "0.2", "--max-total-tokens", str(POOL), "--dtype", "float32",
-    "--chunked-prefill-size", "128",
-)  # fmt: skip
+FLAGS = (*SMALL, "--max-total-tokens", "1200", "--chunked-prefill-size", "128")
 FORMS = ("hidden", "kv", "hidden:2,kv:2")
 RID = "conversation 7"
 FIRST, SECOND = prompt(0, 150), prompt(1, 190)
@@ -230,10 +226,8 @@ def test_only_the_request_itself_meets_its_history(
 
 def makes_room() -> Any:
     """A running request is preempted by one of its name. Replies, and how often."""
-    core = Core(
-        "--hc-forms", "hidden", *FLAGS, "--enable-priority-scheduling",
-        "--max-running-requests", "1",
-    )  # fmt: skip
+    one = ("--enable-priority-scheduling", "--max-running-requests", "1")
+    core = Core("--hc-forms", "hidden", *FLAGS, *one)
     core.submit(FIRST, 24, rid=RID)
     core.inbox[-1].priority = 0
 

@@ -14,11 +14,9 @@ from support.core import Core, run_in_child
 from support.during import When
 from support.exactness import BOUND
 from support.meetings import HeldDisk
-from support.prompts import on_disk, prompt
+from support.prompts import SMALL, on_disk, prompt
 
-POOL = 640
 PLAN = "hidden:2,kv:2"
-FLAGS = ("--hc-host-size-gb", "0.2", "--max-total-tokens", str(POOL), "--dtype", "float32")
 
 
 @pytest.mark.parametrize(
@@ -41,7 +39,7 @@ def test_evicted_history_comes_back(models: None, flags: tuple[str, ...]) -> Non
 
 def several_at_once(form: str, flags: tuple[str, ...]) -> dict[str, Any]:
     """Four requests with 100 common tokens at once, alone afterwards, and after an eviction."""
-    core = Core("--hc-forms", form, *FLAGS, *flags)
+    core = Core("--hc-forms", form, *SMALL, *flags)
     prompts = [[*prompt(5, 100), *prompt(50 + i, 20 + 7 * i)] for i in range(4)]
 
     def together() -> list:
@@ -81,7 +79,7 @@ def test_concurrent_requests_share_a_prefix(
 def aborted() -> dict[str, dict[str, Any]]:
     """By where the request is that is aborted: it waits, is half prefilled, or decodes."""
     core = Core(
-        "--hc-forms", PLAN, *FLAGS, "--chunked-prefill-size", "64", "--max-running-requests", "1"
+        "--hc-forms", PLAN, *SMALL, "--chunked-prefill-size", "64", "--max-running-requests", "1"
     )
     requests, scheduler, found = core.requests, core.scheduler, {}
     for where in ("waiting", "chunked", "running"):
@@ -126,7 +124,7 @@ def retracting_cut_prompts() -> tuple[list[Any], dict[str, int]]:
     scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, 4
     overflow = ("--hc-overflow", "recompute", "--hc-overflow-reserve", "64")
     room = ("--context-length", "512", "--max-total-tokens", "2048")  # later flags count
-    core = Core("--hc-forms", "kv", *FLAGS, *room, *overflow)
+    core = Core("--hc-forms", "kv", *SMALL, *room, *overflow)
     rids = [core.submit(prompt(i, 600), 24) for i in range(3)]
     core.run()
     done = [core.requests[rid] for rid in rids]
@@ -148,7 +146,7 @@ def makes_room(folder: str, chunk: str) -> tuple[list, list]:
     whose state the disk keeps back for a few passes: each undisturbed, then both."""
     flags = ("--max-running-requests", "1", "--enable-priority-scheduling")
     core = Core(
-        "--hc-forms", "kv", *FLAGS, *flags, *on_disk(folder), "--chunked-prefill-size", chunk
+        "--hc-forms", "kv", *SMALL, *flags, *on_disk(folder), "--chunked-prefill-size", chunk
     )
     alone = [core.ask(tokens, 40).tokens for tokens in (prompt(5, 100), prompt(2, 200))]
     core.forget()

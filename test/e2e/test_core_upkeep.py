@@ -1,26 +1,28 @@
-"""The tiers under SGLang's real scheduler: flush, namespaces, a full tier, weights, failures."""
+"""The tiers under SGLang's real scheduler: flush, salts, weights, failures, pins, time to live."""
 
 from __future__ import annotations
 
+import random
+import time
 from typing import Any
 
 import pytest
 
 from sglang_hc.capture.saving import STRAIGHT_ROWS
+from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.core import MODELS, Core, Reply, run_in_child
-from support.prompts import prompt
+from support.prompts import SMALL, prompt
 
-POOL = 640
 FORMS = ("hidden", "kv")
-FLAGS = ("--max-total-tokens", str(POOL), "--dtype", "float32")
-ROOMY = (*FLAGS, "--hc-host-size-gb", "0.2")
+TIGHT = ("--hc-forms", "kv", *SMALL, "--hc-host-size-gb", "0.02")
+PINNED = prompt(8, 200)
 
 
 def emptied(form: str) -> dict[str, Any]:
     """Four salts, whose state leaves the device and comes back; then a flush; then new weights."""
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
-    core, found = Core("--hc-forms", form, *ROOMY), dict[str, Any]()
+    core, found = Core("--hc-forms", form, *SMALL), dict[str, Any]()
 
     def ask_with_each_salt() -> list[Reply]:
         replies = []
@@ -66,7 +68,7 @@ def test_no_salt_no_flush_and_no_weights_let_state_through(models: None, form: s
 def failing(form: str) -> tuple[Any, ...]:
     from sglang_hc.store import executor
 
-    core = Core("--hc-forms", form, *ROOMY)
+    core = Core("--hc-forms", form, *SMALL)
     start = prompt(2, STRAIGHT_ROWS - 1)  # its rows wait in a snapshot, as those of the reply do
     history = [*start, *core.ask(start, 185, "whole").tokens]
     wanted = core.ask(history, 8, "whole").tokens
@@ -98,3 +100,65 @@ def test_a_failed_write_costs_a_recomputation_and_no_token(models: None, form: s
     assert stats["scatter_failed"] >= 1
     assert [reply.cached for reply in replies] == [0, 199]
     assert stats["host_staged_slots"] == 0
+
+
+def ask_pinned(core: Core, seconds: float) -> list[int]:
+    wish = {"hc_pin": {"session": "tool", "ttl_s": seconds}}
+    rid = core.submit(PINNED, 8, custom_params=wish)
+    core.run()
+    core.settle()
+    return core.reply(rid).tokens
+
+
+def flood_host(core: Core) -> None:
+    """More unrelated conversations than the host tier holds."""
+    rng = random.Random(1)
+    for _ in range(2 * core.tree.tiers.host.num_slots // 4):
+        core.ask([rng.randrange(3, 900) for _ in range(250)], 1, salt="flood")
+    core.settle()
+
+
+def a_pin_and_its_end() -> tuple[Any, ...]:
+    core = Core(*TIGHT)
+    reply = ask_pinned(core, 600.0)
+    pins = core.tree.tiers.retention.pinned(None)
+    flood_host(core)
+    path = Prefix(None, pack_tokens([*PINNED, *reply]))
+    held = core.tree.tiers.host.tree.match(path).ready.tokens
+    kept = core.ask([*PINNED, *reply, 5], 4)
+    core.tree.tiers.retention.pins.expire(time.monotonic() + 601)
+    flood_host(core)
+    lost = core.ask([*PINNED, *reply, 5], 4)
+    return pins, held, kept, lost, core.tree.stats()
+
+
+def test_a_pinned_session_outlives_a_flood_until_its_pin_ends(models: None) -> None:
+    pins, held, kept, lost, stats = run_in_child(a_pin_and_its_end)
+    assert [(pin.session, pin.blocks) for pin in pins] == [("tool", 4)]
+    assert held >= 207  # the token sampled last need not have been computed
+    assert kept.cached >= 207
+    assert lost.cached == 0
+    assert kept.tokens == lost.tokens
+    assert stats["evicted_blocks"] > 0 and "pins_refused" not in stats
+
+
+def a_time_to_live() -> tuple[Any, ...]:
+    core = Core(*TIGHT, "--hc-ttl", "600")
+    first = core.ask(PINNED, 8)
+    core.settle()
+    core.flood(random.Random(2), 1300)
+    soon = core.ask([*PINNED, *first.tokens, 5], 1)
+    core.flood(random.Random(3), 1300)
+    retention = core.tree.tiers.retention
+    retention._clock = lambda: time.monotonic() + 601
+    core.run()
+    retention._clock = time.monotonic
+    late = core.ask([*PINNED, *first.tokens, 5], 1)
+    return soon, late, core.tree.stats()
+
+
+def test_what_nobody_used_for_its_time_to_live_is_gone(models: None) -> None:
+    soon, late, stats = run_in_child(a_time_to_live)
+    assert soon.host > 190
+    assert late.cached == 0
+    assert stats["expired_blocks"] >= 4

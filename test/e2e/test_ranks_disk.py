@@ -1,6 +1,5 @@
 """Two tensor-parallel ranks, two stages of a pipeline or two stages of two ranks each, and the disk
-that they share: a new server goes on where the last one stopped, and what happens to one rank's
-parts of blocks costs cache on all, never a token.
+that they share: what happens to one rank's parts of blocks costs cache on all, never a token.
 
 Each engine keeps a reference conversation on the device, in a namespace of its own.
 """
@@ -12,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hc.store.disk.folders import model_folders, store_root
-from sglang_hc.tools.disk.fsck import check
 from support.decisions import Note, note_decisions
 from support.disk_store import Faults, failing, open_with, spoil_pages, store_of
 from support.prompts import on_disk
@@ -23,42 +20,11 @@ from support.ranked_turns import (
     Turns,
     check_tokens,
     engine,
-    go_on,
     talk,
-    talk_and_stop,
 )
 
 HIT_BY = 1
 """The rank that faults happen to."""
-
-
-@pytest.mark.parametrize(
-    ("kind", "form", "model"),
-    [
-        ("tp", "hidden:2,kv:2", "llama-gqa"),
-        pytest.param("tp", "hidden", "llama-gqa", marks=pytest.mark.slow),
-        pytest.param("tp", "kv", "llama-gqa", marks=pytest.mark.slow),
-        pytest.param("tp", "kv", "deepseek-v2", marks=pytest.mark.slow),
-        pytest.param("pp", "recompute:1,hidden:3", "llama-gqa", marks=pytest.mark.slow),
-        pytest.param("pp", "hidden", "llama-gqa", marks=pytest.mark.slow),
-        pytest.param("pp", "kv", "llama-gqa", marks=pytest.mark.slow),
-        pytest.param("grid", "hidden:2,kv:2", "llama-gqa", marks=pytest.mark.slow),
-    ],
-)
-def test_the_next_server_goes_on_from_all_parts(
-    models: None, tmp_path: Path, kind: str, form: str, model: str
-) -> None:
-    folder, ranks = tmp_path / "d", 4 if kind == "grid" else 2
-    server = (kind, form, model, *on_disk(folder))
-    found = run_ranks(talk_and_stop, *server, ranks=ranks)
-    check_tokens([turns for turns, _ in found])
-    assert all(turns.stored == BLOCKS for turns, _ in found)
-    parts = [Path(part.path).name for part in model_folders(store_root(str(folder)))]
-    assert len(parts) == ranks and len({part[:32] for part in parts}) == 1, "of one model"
-    assert all(report.blocks and not report.findings for report in check([str(folder)], False))
-    later = run_ranks(go_on, *server, ranks=ranks)
-    check_tokens(later)
-    assert later[0].said == found[0][1] and later[0].stored == BLOCKS
 
 
 def spoil(core: RankedCore) -> None:

@@ -1,6 +1,7 @@
-"""Two tensor-parallel ranks, or two stages of a pipeline, and a remote store: each rank keeps its
-part of a block there. Another server goes on where one stopped, one with other ranks finds nothing,
-and what happens to one rank's part costs cache on both, never a token.
+"""Two tensor-parallel ranks, two stages of a pipeline or two stages of two ranks each, and a remote
+store: each rank keeps its part of a block there. Another server goes on where one stopped, as it
+does from their disk, one with other ranks finds nothing, and what happens to one rank's part costs
+cache on all, never a token.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import pytest
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.store import known_blocks as remote_blocks
+from sglang_hc.store.disk.folders import model_folders, store_root
 from sglang_hc.store.remote import RemoteStore
+from sglang_hc.tools.disk.fsck import check
 from support.core import Core, run_in_child
-from support.prompts import in_store
+from support.prompts import in_store, on_disk
 from support.ranked_core import CORES, run_ranks
 from support.ranked_turns import (
     BLOCKS,
@@ -57,33 +60,52 @@ def check_alike(found: list[Turns]) -> None:
     assert all(other == first for other in others)
 
 
+def check_parts(folder: Path, tier: str, ranks: int) -> None:
+    """Each rank has its own parts of all blocks."""
+    if tier == "remote":
+        keys = [file.name.split("-")[1] for file in files(folder)]
+        assert len(set(keys)) == ranks and keys.count(keys[0]) * ranks == len(keys)
+        return
+    parts = [Path(part.path).name for part in model_folders(store_root(str(folder)))]
+    assert len(parts) == ranks and len({part[:32] for part in parts}) == 1, "of one model"
+    assert all(report.blocks and not report.findings for report in check([str(folder)], False))
+
+
+BY_DAY = [("tp", "hidden:2,kv:2", "llama-gqa")]
+BY_NIGHT = [
+    ("tp", "hidden", "llama-mha"),
+    ("tp", "kv", "llama-gqa"),
+    ("tp", "recompute:1,hidden:2,kv:1", "qwen3"),
+    ("tp", "kv", "deepseek-v2"),
+    ("pp", "recompute:1,hidden:3", "llama-gqa"),
+    ("pp", "hidden:2,kv:2", "llama-gqa"),
+    ("pp", "hidden", "llama-mha"),
+    ("pp", "kv", "llama-gqa"),
+    ("grid", "hidden:2,kv:2", "llama-gqa"),
+]
+
+
+@pytest.mark.parametrize(("below", "tier"), [(on_disk, "disk"), (in_store, "remote")])
 @pytest.mark.parametrize(
     ("kind", "form", "model"),
-    [
-        ("tp", "hidden:2,kv:2", "llama-gqa"),
-        pytest.param("tp", "hidden", "llama-mha", marks=pytest.mark.slow),
-        pytest.param("tp", "kv", "llama-gqa", marks=pytest.mark.slow),
-        pytest.param("tp", "recompute:1,hidden:2,kv:1", "qwen3", marks=pytest.mark.slow),
-        pytest.param("tp", "kv", "deepseek-v2", marks=pytest.mark.slow),
-        pytest.param("pp", "recompute:1,hidden:3", "llama-gqa", marks=pytest.mark.slow),
-        pytest.param("pp", "hidden:2,kv:2", "llama-gqa", marks=pytest.mark.slow),
-        pytest.param("pp", "hidden", "llama-mha", marks=pytest.mark.slow),
-        pytest.param("pp", "kv", "llama-gqa", marks=pytest.mark.slow),
-        pytest.param("grid", "hidden:2,kv:2", "llama-gqa", marks=pytest.mark.slow),
-    ],
+    [*BY_DAY, *(pytest.param(*case, marks=pytest.mark.slow) for case in BY_NIGHT)],
 )
-def test_another_server_goes_on_from_the_store(
-    models: None, tmp_path: Path, kind: str, form: str, model: str
+def test_another_server_goes_on_from_what_is_below(
+    models: None,
+    tmp_path: Path,
+    kind: str,
+    form: str,
+    model: str,
+    below: Callable[[object], tuple[str, ...]],
+    tier: str,
 ) -> None:
-    """Within one server only the store is left between the turns, too."""
-    what, ranks = (kind, form, model, *in_store(str(tmp_path))), 4 if kind == "grid" else 2
+    """Within one server only that is left between the turns, too."""
+    what, ranks = (kind, form, model, *below(tmp_path)), 4 if kind == "grid" else 2
     found = run_ranks(talk_and_stop, *what, ranks=ranks)
     check_alike([turns for turns, _ in found])
     assert all(turns.stored == BLOCKS for turns, _ in found)
-    assert found[0][0].counted["remote_loaded_blocks"] == BLOCKS // BLOCK_TOKENS
-    fingerprints = [file.name.split("-")[1] for file in files(tmp_path)]
-    assert len(set(fingerprints)) == ranks, "each rank has its own keys"
-    assert fingerprints.count(fingerprints[0]) * ranks == len(fingerprints)
+    assert found[0][0].counted[f"{tier}_loaded_blocks"] == BLOCKS // BLOCK_TOKENS
+    check_parts(tmp_path, tier, ranks)
     later = run_ranks(go_on, *what, ranks=ranks)
     check_alike(later)
     assert later[0].said == found[0][1] and later[0].stored == BLOCKS
