@@ -22,18 +22,14 @@ FEW = ["llama-gqa", "qwen3", "opt"]
 """Rotary embedding over grouped heads, K norm, biases with learned positions."""
 
 
+@pytest.mark.parametrize(
+    "isa", [None, *(pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS)]
+)
 @pytest.mark.parametrize("model", FAMILIES)
-def test_hidden_form_bfloat16(models: None, model: str) -> None:
-    found = run_in_child(both, model, "hidden", "bfloat16")
+def test_hidden_form_bfloat16(models: None, model: str, isa: str | None) -> None:
+    found = run_in_child(both, model, "hidden", "bfloat16", isa)
     assert found.stats["layer_plan"].startswith("hidden")
     check_16_bit(found, "bfloat16")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("model", FAMILIES)
-def test_hidden_form_bfloat16_with_other_instructions(models: None, model: str, isa: str) -> None:
-    check_16_bit(run_in_child(both, model, "hidden", "bfloat16", isa), "bfloat16")
 
 
 @pytest.mark.parametrize("isa", [None, *ISAS])
