@@ -20,7 +20,10 @@ from support.prompts import SMALL, prompt
 from support.speculation import NGRAM, SpeculativeCore
 from support.speculative_talks import MODEL, TIGHT, Told, converse
 
-FLAGS = ("--hc-forms", "hidden:2,kv:2", *SMALL, "--chunked-prefill-size", "128")
+FLAGS = (
+    *("--hc-forms", "hidden:2,kv:2", *SMALL, "--hc-host-size-gb", "0.05"),
+    *("--chunked-prefill-size", "128"),
+)
 OWN = {"load_back", "insert_restoring_node", "load_met", "refuse", "commit", "drop",
        "forget", "give_up", "forget_saved", "stats", "stopped", "ongoing_load_back"}  # fmt: skip
 """Public names of the tree that only our own code calls, whose callers are guarded."""

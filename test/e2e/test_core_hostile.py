@@ -16,7 +16,10 @@ from support.core import Core, run_in_child
 from support.hostile import HOSTILE
 from support.prompts import SMALL, prompt
 
-FLAGS = ("--hc-forms", "kv", *SMALL, "--hc-overflow", "reembed", "--hc-overflow-reserve", "64")
+FLAGS = (
+    *("--hc-forms", "kv", *SMALL, "--hc-host-size-gb", "0.02"),
+    *("--hc-overflow", "reembed", "--hc-overflow-reserve", "64"),
+)
 PROMPT = prompt(6, 150)
 
 
