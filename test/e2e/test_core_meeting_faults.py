@@ -170,7 +170,7 @@ def of_store(folder: str, profile: str) -> dict[str, list[Seen]]:
         yield
         away.rename(file)
 
-    def fails(block: int, answer: Callable[[], None]) -> AbstractContextManager[object]:
+    def fails(block: int, answer: Callable[[], object]) -> AbstractContextManager[object]:
         """SGLang's back end raises or gives nothing when it is asked for the block."""
         bad = key_of(block)
         return mock.patch.object(
