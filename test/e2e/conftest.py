@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.core import Once, run_in_child
-from support.meetings import halving_profile, undisturbed
+from support.meetings import Replies, halving_profile, undisturbed
 
 if TYPE_CHECKING:
     from support.speculative_talks import Told
@@ -22,9 +22,10 @@ def once(models: None) -> Once:
 
 
 @pytest.fixture(scope="session")
-def wanted(models: None) -> dict[str, tuple[list[int], list[int]]]:
-    """Both replies of a conversation that is met elsewhere, by form."""
-    return {form: run_in_child(undisturbed, form) for form in ("hidden", "kv", "hidden:2,kv:2")}
+def wanted(models: None) -> Replies:
+    """Both replies of a conversation that is met elsewhere."""
+    replies: Replies = run_in_child(undisturbed)
+    return replies
 
 
 @pytest.fixture(scope="session")

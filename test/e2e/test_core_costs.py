@@ -10,14 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.correction import BOUND
 from support.clock import Clock
 from support.core import Core, run_in_child
 from support.meetings import HeldDisk
 from support.profiles import cost_model, write
+from support.prompts import SMALL, on_disk
 
 POOL = 2048
 LAYERS = 4
@@ -30,10 +29,8 @@ HOPELESS = cost_model(host=1e3, disk=1e3, project=1.0, prefill=1e-9)
 
 
 def engine(profile: str, *flags: str) -> Core:
-    return Core(
-        "--hc-forms", "kv", "--hc-host-size-gb", "0.2", "--max-total-tokens", str(POOL),
-        "--dtype", "float32", *flags, profile=profile,
-    )  # fmt: skip
+    pool = ("--max-total-tokens", str(POOL))
+    return Core("--hc-forms", "kv", *SMALL, *pool, *flags, profile=profile)
 
 
 def histories(count: int, length: int) -> list[list[int]]:
@@ -113,7 +110,7 @@ def served(
 ) -> tuple[list[int], dict]:
     # Without chunks nothing is computed while the rest is read: it is tried, or not read at all.
     whole = ("--chunked-prefill-size", "-1", "--mem-fraction-static", "0.5")
-    core = engine(profile, "--hc-disk", f"{directory}:1", *whole)
+    core = engine(profile, *on_disk(directory), *whole)
     TimedDisk(core)
     keep_time(core, 2 * PREFILL if slow else PREFILL)
     found = [core.ask([*history, 7, 8, 9], 1).storage for history in asked]
@@ -136,7 +133,7 @@ def test_a_disk_that_is_faster_than_its_profile_is_read_within_fifty_requests(
 
 
 def one_history(profile: str, directory: str, *flags: str) -> tuple[int, int, dict]:
-    core = engine(profile, "--hc-disk", f"{directory}:1", *flags)
+    core = engine(profile, *on_disk(directory), *flags)
     (history,) = histories(1, 800)
     from_disk = core.ask(history, 1).storage
     core.settle()
@@ -146,13 +143,11 @@ def one_history(profile: str, directory: str, *flags: str) -> tuple[int, int, di
     return from_disk, from_host, core.tree.stats()
 
 
-@pytest.mark.parametrize(("restore", "hit"), [("always", True), ("cost", False)])
-def test_always_restores_what_no_profile_would(
-    models: None, tmp_path: Path, restore: str, hit: bool
-) -> None:
+def test_always_restores_what_no_profile_would(models: None, tmp_path: Path) -> None:
     profile, disk = write(HOPELESS, tmp_path), str(tmp_path / "d")
     run_in_child(one_history, profile, disk)
-    from_disk, from_host, stats = run_in_child(one_history, profile, disk, "--hc-restore", restore)
-    assert (from_disk, from_host) == ((768, 800) if hit else (0, 0))
-    assert ("restore_reason_always" in stats) == hit
-    assert ("restore_choice_refuse" in stats) != hit
+    for restore, hits in (("always", (768, 800)), ("cost", (0, 0))):
+        *found, stats = run_in_child(one_history, profile, disk, "--hc-restore", restore)
+        assert tuple(found) == hits
+        assert ("restore_reason_always" in stats) == (restore == "always")
+        assert ("restore_choice_refuse" in stats) == (restore == "cost")

@@ -10,45 +10,29 @@ from typing import Any
 import pytest
 
 from sglang_hc.tree.namespaces import client_namespace
+from support.conversations import POOL, converse, options
 from support.core import Core, Reply, run_in_child
 from support.profiles import cost_model, write
+from support.prompts import on_disk, prompt
 
-POOL = 640
 SLOW_LINK = cost_model(host=1.0, project=1e-9, prefill=1e-9)
 EVEN = cost_model(host=2e-4, project=1e-9, prefill=1e-4, hidden_share=1.0)
 """Recomputing a layer takes half as long as loading it: some of each is the fastest."""
 
 
-def conversation(core: Core, evict: bool) -> list[Reply]:
-    """Three turns of one conversation; with `evict` it leaves the device between them."""
-    rng = random.Random(3)
-    history: list[int] = []
-    replies = []
-    for turn in range(3):
-        history += [rng.randrange(3, 900) for _ in range(90)]
-        if turn and evict:
-            core.flood(random.Random(turn), 2 * POOL)
-        replies.append(core.ask(history, 20, "evicted" if evict else "kept"))
-        history += replies[-1].tokens
-        core.settle()
-    return replies
-
-
-def engine(form: str, profile: str) -> Core:
-    core = Core(
-        "--hc-forms", form, "--hc-host-size-gb", "0.1", "--max-total-tokens", str(POOL),
-        "--dtype", "float32", profile=profile,
-    )  # fmt: skip
+def engine(form: str, profile: str, *flags: str) -> Core:
+    core = Core(*options(form, "float32"), *flags, profile=profile)
     core.believe_profile()
     return core
 
 
-def both(form: str, profile: str, prepare: Any = None) -> tuple[list, list, dict]:
+def both(form: str, profile: str, prepare: Any = None) -> tuple[dict, dict, dict]:
+    """A conversation that stays on the device, one that leaves it, and what was counted."""
     core = engine(form, profile)
-    kept = conversation(core, evict=False)
+    kept = converse(core, "kept", evict=False)
     if prepare is not None:
         prepare(core)
-    return kept, conversation(core, evict=True), core.tree.stats()
+    return kept, converse(core, "evicted", evict=True), core.tree.stats()
 
 
 def choices(stats: dict) -> dict[str, int]:
@@ -60,16 +44,15 @@ def choices(stats: dict) -> dict[str, int]:
     }
 
 
-def check(kept: list[Reply], evicted: list[Reply]) -> None:
-    assert [reply.tokens for reply in evicted] == [reply.tokens for reply in kept]
-    assert [reply.device for reply in evicted] == [0, 0, 0] and kept[1].device > 90
+def check(kept: dict[str, list], evicted: dict[str, list]) -> None:
+    assert evicted["tokens"] == kept["tokens"]
+    assert evicted["device"] == [0, 0, 0] and kept["device"][1] > 90
 
 
-@pytest.mark.parametrize("form", ["kv", "hidden"])
-def test_refused_restorations_recompute(models: None, tmp_path: Path, form: str) -> None:
-    kept, evicted, stats = run_in_child(both, form, write(SLOW_LINK, tmp_path))
+def test_refused_restorations_recompute(models: None, tmp_path: Path) -> None:
+    kept, evicted, stats = run_in_child(both, "hidden:2,kv:2", write(SLOW_LINK, tmp_path))
     check(kept, evicted)
-    assert [reply.host for reply in evicted] == [0, 0, 0]
+    assert evicted["host"] == [0, 0, 0]
     assert choices(stats) == {"choice_refuse": 2, "reason_fast_compute": 2}
     assert "restorations" not in stats
 
@@ -80,7 +63,7 @@ def test_stored_layers_are_recomputed_when_that_is_faster(
 ) -> None:
     kept, evicted, stats = run_in_child(both, form, write(EVEN, tmp_path))
     check(kept, evicted)
-    assert min(reply.host for reply in evicted[1:]) > 90
+    assert min(evicted["host"][1:]) > 90
     assert choices(stats)["choice_recompute_more"] == 2
     assert 0 < stats["recomputed_layer_tokens"] < 4 * stats["restored_tokens"]
 
@@ -92,24 +75,17 @@ def a_block_of_each(core: Core) -> None:
     chooser.choose = lambda tokens, context, new: choose(64, context, new + tokens - 64)
 
 
-@pytest.mark.parametrize("form", ["kv", "hidden", "hidden:2,kv:2"])
-def test_a_part_of_a_hit_is_restored_and_the_rest_recomputed(
-    models: None, tmp_path: Path, form: str
-) -> None:
+def test_a_part_of_a_hit_is_restored_and_the_rest_recomputed(models: None, tmp_path: Path) -> None:
     fast_link = write(cost_model(host=1e-9, project=1e-9, prefill=1e-3), tmp_path)
-    kept, evicted, stats = run_in_child(both, form, fast_link, a_block_of_each)
+    kept, evicted, stats = run_in_child(both, "hidden:2,kv:2", fast_link, a_block_of_each)
     check(kept, evicted)
-    assert [reply.host for reply in evicted] == [0, 64, 64]
+    assert evicted["host"] == [0, 64, 64]
     assert choices(stats) == {"choice_load": 2, "reason_as_stored": 2}
     assert stats["restored_tokens"] == 128
 
 
 def after_restart(directory: str, profile: str, history: list[int]) -> tuple[Reply, dict]:
-    core = Core(
-        "--hc-forms", "kv", "--hc-disk", f"{directory}:1", "--hc-host-size-gb", "0.1",
-        "--max-total-tokens", str(POOL), "--dtype", "float32", profile=profile,
-    )  # fmt: skip
-    core.believe_profile()
+    core = engine("kv", profile, *on_disk(directory))
     reply = core.ask(history, 16)
     core.settle()
     return reply, core.tree.stats()
@@ -119,9 +95,7 @@ def after_restart(directory: str, profile: str, history: list[int]) -> tuple[Rep
 def test_a_disk_slower_than_recomputing_is_not_waited_for(
     models: None, tmp_path: Path, disk: float, read: bool
 ) -> None:
-    rng = random.Random(6)
-    history = [rng.randrange(3, 900) for _ in range(260)]
-    profile = write(cost_model(disk=disk, prefill=1e-2), tmp_path)
+    history, profile = prompt(6, 260), write(cost_model(disk=disk, prefill=1e-2), tmp_path)
     wanted, _ = run_in_child(after_restart, str(tmp_path / "d"), profile, history)
     reply, stats = run_in_child(after_restart, str(tmp_path / "d"), profile, history)
     assert reply.tokens == wanted.tokens
@@ -137,11 +111,10 @@ def tree_changes(form: str, profile: str) -> tuple[list[int], Reply, dict, int]:
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     core = engine(form, profile)
-    rng = random.Random(4)
-    prompt = [rng.randrange(3, 900) for _ in range(200)]
-    wanted = core.ask(prompt, 20, "kept").tokens
-    core.ask(prompt[:190], 1, "evicted")
-    rows = [part[:64] for part in core.kv(prompt[:64], "evicted")]
+    asked = prompt(4, 200)
+    wanted = core.ask(asked, 20, "kept").tokens
+    core.ask(asked[:190], 1, "evicted")
+    rows = [part[:64] for part in core.kv(asked[:64], "evicted")]
     core.settle()
     core.flood(random.Random(1), 2 * POOL)
     tree, allocate = core.tree, core.tree.allocate
@@ -152,27 +125,24 @@ def tree_changes(form: str, profile: str) -> tuple[list[int], Reply, dict, int]:
         parts = [b[i] for i in range(pool.layer_num) for b in (pool.k_buffer, pool.v_buffer)]
         for part, saved in zip(parts, rows, strict=True):
             part[others] = saved
-        key = RadixKey(array("q", prompt[:64]), client_namespace(None, "evicted"))
+        key = RadixKey(array("q", asked[:64]), client_namespace(None, "evicted"))
         tree.insert(InsertParams(key=key, value=others))
         tree.allocate = allocate
         return slots
 
     tree.allocate = interrupted
-    reply = core.ask(prompt, 20, "evicted")
+    reply = core.ask(asked, 20, "evicted")
     core.settle()
     assert tree.allocate is allocate, "no slots were asked for"
-    again = core.ask(prompt, 20, "evicted")
+    again = core.ask(asked, 20, "evicted")
     assert again.tokens == reply.tokens
     core.settle()
     return wanted, reply, tree.stats(), again.device
 
 
-@pytest.mark.parametrize("form", ["kv", "hidden"])
-def test_a_tree_that_changed_meanwhile_ends_in_recomputation(
-    models: None, tmp_path: Path, form: str
-) -> None:
+def test_a_tree_that_changed_meanwhile_ends_in_recomputation(models: None, tmp_path: Path) -> None:
     free = write(cost_model(), tmp_path)
-    wanted, reply, stats, device = run_in_child(tree_changes, form, free)
+    wanted, reply, stats, device = run_in_child(tree_changes, "hidden:2,kv:2", free)
     assert reply.tokens == wanted
     assert (reply.device, reply.host) == (0, 0)
     assert stats["restore_reason_tree_changed"] == 1

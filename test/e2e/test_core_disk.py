@@ -1,19 +1,20 @@
-"""The disk tier under SGLang's real scheduler: spill, restart, damage, loss."""
+"""The disk tier under SGLang's real scheduler: spill, restart, clearing."""
 
 from __future__ import annotations
 
 import os
 import signal
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from sglang_hc.store.disk.folders import FORMAT_NAME
 from sglang_hc.store.disk.opening import make_root
-from support.core import Once, run_in_child
-from support.disk_store import block_files, spoil_pages
-from support.prompts import on_disk
+from support.core import Once, Reply, run_in_child
+from support.disk_store import store_of
+from support.prompts import in_directory, on_disk
 from support.two_servers import (
     PROMPT,
     STORED,
@@ -23,13 +24,20 @@ from support.two_servers import (
     second_turn,
     server,
 )
+from support.waiting import until
+
+
+def killed_turn(*of: str) -> None:
+    first_turn(*of)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("form", ["hidden", "kv", "hidden:2,kv:2"])
-def test_a_new_process_goes_on_from_disk(once: Once, tmp_path: Path, form: str) -> None:
-    first, wanted = once(both_turns, form)
+def test_a_new_process_goes_on_where_one_was_killed(once: Once, tmp_path: Path, form: str) -> None:
+    first, wanted = once(both_turns)
     disk = on_disk(tmp_path / "d")
-    assert run_in_child(first_turn, form, *disk)[0] == first
+    with pytest.raises(AssertionError, match="died"):
+        run_in_child(killed_turn, form, *disk)
     reply, stats = run_in_child(second_turn, form, first, *disk)
     assert reply.storage == STORED == stats["restored_tokens"]
     assert reply.tokens == wanted
@@ -51,56 +59,33 @@ def test_a_directory_of_another_format_is_refused_in_one_line(models: None, tmp_
     assert not any("factory.py" in line for line in shown), shown
 
 
-def killed_turn(*of: str) -> None:
-    first_turn(*of)
-    os.kill(os.getpid(), signal.SIGKILL)
+def flushed(*below: str) -> tuple[list[int], Reply, Reply]:
+    core = server("hidden", *below)
+    first = core.ask(PROMPT, 60).tokens
+    told = history(first)
 
+    def clear() -> None:
+        core.settle()
+        ended: list[bool] = []
+        core.tree.clear_storage_backend(ended.append)
+        until(lambda: core.run(1) or ended)
+        assert ended == [True] and store_of(core).block_ids() == []
+        assert core.scheduler.flush_cache()
 
-def test_sigkill_loses_nothing_that_was_written(once: Once, tmp_path: Path) -> None:
-    first, wanted = once(both_turns, "hidden")
-    with pytest.raises(AssertionError, match="died"):
-        run_in_child(killed_turn, "hidden", *on_disk(tmp_path / "d"))
-    reply, _ = run_in_child(second_turn, "hidden", first, *on_disk(tmp_path / "d"))
-    assert reply.storage == STORED
-    assert reply.tokens == wanted
-
-
-def test_damage_is_recomputed(once: Once, tmp_path: Path) -> None:
-    first, wanted = once(both_turns, "kv")
-    run_in_child(first_turn, "kv", *on_disk(tmp_path / "d"))
-    for path in block_files(tmp_path / "d"):
-        spoil_pages(path)
-    reply, stats = run_in_child(second_turn, "kv", first, *on_disk(tmp_path / "d"))
-    assert reply.cached == 0
-    assert stats["disk_read_damaged"] >= 1
-    assert reply.tokens == wanted
-
-
-def other_salt(directory: str, first: list[int]) -> tuple[int, int]:
-    core = server("kv", *on_disk(directory))
-    return core.ask(history(first), 4, salt="other").cached, core.ask(history(first), 4).storage
-
-
-def test_another_namespace_or_plan_finds_nothing(models: None, tmp_path: Path) -> None:
-    first, _ = run_in_child(first_turn, "kv", *on_disk(tmp_path / "d"))
-    assert run_in_child(other_salt, str(tmp_path / "d"), first) == (0, STORED)
-    reply, _ = run_in_child(second_turn, "hidden", first, *on_disk(tmp_path / "d"))
-    assert reply.cached == 0
-
-
-def flushed(directory: str) -> tuple:
-    core = server("hidden", *on_disk(directory))
-    told = history(core.ask(PROMPT, 60).tokens)
     core.forget()
     after_flush = core.ask(told, 24)
-    core.settle()
-    core.tree.clear_storage_backend()
-    assert core.scheduler.flush_cache()
-    return after_flush, core.ask(told, 24)
+    clear()
+    after_clear = core.ask(told, 24)
+    clear()
+    return first, after_flush, after_clear
 
 
-def test_flush_keeps_the_disk_and_clear_does_not(models: None, tmp_path: Path) -> None:
-    after_flush, after_clear = run_in_child(flushed, str(tmp_path / "d"))
-    assert after_flush.storage == STORED
-    assert after_clear.cached == 0
-    assert after_flush.tokens == after_clear.tokens
+@pytest.mark.parametrize("below", [on_disk, in_directory])
+def test_flush_keeps_what_is_below_and_clear_does_not(
+    models: None, tmp_path: Path, below: Callable[[object], tuple[str, ...]]
+) -> None:
+    """Neither for this server nor for the next one."""
+    first, after_flush, after_clear = run_in_child(flushed, *below(tmp_path))
+    next_server, _ = run_in_child(second_turn, "hidden", first, *below(tmp_path))
+    assert (after_flush.storage, after_clear.cached, next_server.cached) == (STORED, 0, 0)
+    assert after_flush.tokens == after_clear.tokens == next_server.tokens

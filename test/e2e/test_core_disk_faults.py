@@ -8,32 +8,33 @@ and the conversation is asked for once more.
 from __future__ import annotations
 
 import errno
-import random
 import shutil
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
 from support.core import Core, Reply, run_in_child
-from support.disk_store import Faults, failing, open_with, store_of
+from support.disk_store import EIO, ENOSPC, Faults, failing, open_with, store_of
+from support.prompts import SMALL, on_disk, prompt
 
-FLAGS = ("--max-total-tokens", "640", "--dtype", "float32", "--hc-forms", "hidden:2,kv:2")
-FAULTS = [
-    "EIO on reads", "short reads", "EIO on writes", "no space", "read-only", "1 MB/s", "removed",
-]  # fmt: skip
-
-WHILE_SAVING = ["EIO on writes", "no space", "read-only"]
-
-
-def prompts(name: str) -> tuple[list[int], list[int]]:
-    rng = random.Random(name)
-    return [rng.randrange(3, 900) for _ in range(200)], [rng.randrange(3, 900) for _ in range(20)]
+FAULTS: dict[str, dict[str, Any]] = {
+    "EIO on reads": {"on_read": EIO},
+    "short reads": {"short": 512},
+    "EIO on writes": {"on_write": EIO},
+    "no space": {"on_write": ENOSPC},
+    "read-only": {"on_write": failing(errno.EROFS)},
+    "1 MB/s": {"bytes_per_second": 1e6},
+    "removed": {},
+}
+"""Fields of `Faults`."""
 
 
 def talk(core: Core, name: str, between: Callable[[], None]) -> tuple[list[int], Reply]:
     """Two turns with something in between."""
-    first, follow = prompts(name)
+    both = prompt(name, 220)
+    first, follow = both[:200], both[200:]
     said = core.ask(first, 30).tokens
     core.settle()
     between()
@@ -41,7 +42,7 @@ def talk(core: Core, name: str, between: Callable[[], None]) -> tuple[list[int],
 
 
 def undisturbed() -> dict[str, tuple[list[int], list[int]]]:
-    core = Core("--max-total-tokens", "8000", "--dtype", "float32", "--hc-forms", "kv")
+    core = Core("--hc-forms", "kv", *SMALL, "--max-total-tokens", "8000")
     replies = {name: talk(core, name, lambda: None) for name in FAULTS}
     return {name: (said, reply.tokens) for name, (said, reply) in replies.items()}
 
@@ -52,7 +53,7 @@ def meet_faults(folder: str) -> dict[str, tuple]:
 
     faults = Faults()
     open_with(faults)
-    core = Core("--hc-disk", f"{folder}:1", "--hc-host-size-gb", "0.2", *FLAGS)
+    core = Core("--hc-forms", "hidden:2,kv:2", *SMALL, *on_disk(folder))
     well, patience = vars(Faults()).copy(), prefetch.PATIENCE
 
     def forget(then: Callable[[], None] = lambda: None) -> None:
@@ -60,26 +61,16 @@ def meet_faults(folder: str) -> dict[str, tuple]:
         then()
 
     def set_in(name: str) -> None:
-        if name == "EIO on reads":
-            faults.on_read = failing(errno.EIO)
-        elif name == "short reads":
-            faults.short = 512
-        elif name == "EIO on writes":
-            faults.on_write = failing(errno.EIO)
-        elif name == "no space":
-            faults.on_write = failing(errno.ENOSPC)
-        elif name == "read-only":
-            faults.on_write = failing(errno.EROFS)
-        elif name == "1 MB/s":
-            faults.bytes_per_second = 1e6
+        vars(faults).update(FAULTS[name])
+        if name == "1 MB/s":
             prefetch.PATIENCE = 0.1
-        else:
+        if name == "removed":
             shutil.rmtree(folder)
 
     results = {}
-    for name in FAULTS:
+    for name, fields in FAULTS.items():
         before = dict(core.tree.stats())
-        if name in WHILE_SAVING:
+        if "on_write" in fields:  # while the first turn is saved
             set_in(name)
             said, reply = talk(core, name, forget)
         else:

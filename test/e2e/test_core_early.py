@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from support.core import Core, run_in_child
 from support.profiles import cost_model, write
+from support.prompts import SMALL
 
 TURNS = 6
 
@@ -23,10 +24,8 @@ class Server:
     """Serves one request at a time. Some conversations have left its device."""
 
     def __init__(self, forms: str, pool: int, profile: str) -> None:
-        self.core = Core(
-            "--hc-forms", forms, "--max-total-tokens", str(pool), "--dtype", "float32",
-            "--hc-host-size-gb", "0.1", "--max-running-requests", "1", profile=profile,
-        )  # fmt: skip
+        flags = ("--max-total-tokens", str(pool), "--max-running-requests", "1")
+        self.core = Core("--hc-forms", forms, *SMALL, *flags, profile=profile)
         self.core.believe_profile()
         self.histories = [prompt + self.core.ask(prompt, 8).tokens for prompt in prompts()]
         self.core.settle()
@@ -35,8 +34,10 @@ class Server:
         """All conversations come back."""
         return [self.core.submit([*history, 7, 8, 9], 8) for history in self.histories]
 
-    def served(self, rids: list[str]) -> tuple[list[list[int]], dict[str, Any]]:
-        self.core.run()
+    def served(
+        self, rids: list[str], each_pass: Callable[[int], None] | None = None
+    ) -> tuple[list[list[int]], dict[str, Any]]:
+        self.core.run(each_pass=each_pass)
         self.core.settle()
         assert self.core.tree.prerestored.tokens == 0
         assert all(node.pins == 0 for node in self.core.tree.tiers.host.tree.nodes())
@@ -48,20 +49,26 @@ def returning(forms: str, pool: int, profile: str) -> tuple[list[list[int]], dic
     return server.served(server.return_at_once())
 
 
-@pytest.fixture
-def profile(tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Loading takes a tenth of recomputing."""
-    return write(cost_model(host=1e-6, prefill=1e-5), tmp_path)
+    return write(cost_model(host=1e-6, prefill=1e-5), tmp_path_factory.mktemp("profile"))
+
+
+@pytest.fixture(scope="module")
+def never_left(models: None, profile: str) -> list[list[int]]:
+    """Replies of a device that has room for all conversations."""
+    tokens, stats = run_in_child(returning, "kv", 8000, profile)
+    assert "early_restored_tokens" not in stats
+    return tokens
 
 
 @pytest.mark.parametrize("forms", ["hidden:3,kv:1", "kv", "recompute:1,kv:3"])
 def test_answers_are_those_of_conversations_that_never_left(
-    models: None, profile: str, forms: str
+    never_left: list[list[int]], profile: str, forms: str
 ) -> None:
     tokens, stats = run_in_child(returning, forms, 640, profile)
-    wanted, never = run_in_child(returning, forms, 8000, profile)
-    assert tokens == wanted
-    assert "early_restored_tokens" not in never
+    assert tokens == never_left
     assert (stats.get("early_restored_tokens", 0) > 0) == (forms != "recompute:1,kv:3")
     assert stats.get("early_restored_tokens", 0) <= stats["restored_tokens"]
 
@@ -84,31 +91,29 @@ def disturbed(profile: str) -> tuple[list[list[int]], list[tuple[str, int]]]:
     for event in (pressure, clear, abort):
         for when in (1, 2, 4):
             left, had = when, 0
-            rids = server.return_at_once()
-            receive = core.scheduler.request_receiver.recv_requests
 
-            def received(event=event, receive=receive) -> list[Any]:
+            def each_pass(_: int, event=event) -> None:
                 nonlocal left, had
                 tokens = core.tree.prerestored.tokens
                 left -= tokens > 0
                 if not left and not had:
                     had = tokens
                     event()
-                return receive()
 
-            core.scheduler.request_receiver.recv_requests = received
-            found += server.served(rids if event is not abort else rids[:-1])[0]
+            rids = server.return_at_once()
+            answered = rids if event is not abort else rids[:-1]
+            found += server.served(answered, each_pass)[0]
             seen.append((event.__name__, had))
-            core.scheduler.request_receiver.recv_requests = receive
     return found, seen
 
 
-def test_whatever_happens_meanwhile_no_slot_is_lost(models: None, profile: str) -> None:
+def test_whatever_happens_meanwhile_no_slot_is_lost(
+    never_left: list[list[int]], profile: str
+) -> None:
     found, seen = run_in_child(disturbed, profile)
-    wanted, _ = run_in_child(returning, "hidden:2,kv:2", 8000, profile)
     per_round = iter(found)
     for name, _ in seen:
-        for tokens in wanted[: TURNS - (name == "abort")]:
+        for tokens in never_left[: TURNS - (name == "abort")]:
             assert next(per_round) == tokens, name
     for event in ("pressure", "clear", "abort"):
         assert any(name == event and had > 0 for name, had in seen), f"{event} came too late"
@@ -154,9 +159,10 @@ def broken(profile: str) -> list[tuple[list[list[int]], int, int]]:
     return found
 
 
-def test_blocks_that_an_error_left_half_written_serve_nobody(models: None, profile: str) -> None:
-    wanted, _ = run_in_child(returning, "hidden:2,kv:2", 8000, profile)
+def test_blocks_that_an_error_left_half_written_serve_nobody(
+    never_left: list[list[int]], profile: str
+) -> None:
     found = run_in_child(broken, profile)
     for tokens, _, calls in found:
-        assert tokens == wanted and calls
+        assert tokens == never_left and calls
     assert sum(errors for _, errors, _ in found) >= 4

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
+
+import pytest
 
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support import waiting
-from support.core import Core, run_in_child
+from support.core import Core, Reply, run_in_child
 from support.disk_store import store_of
 from support.forgetting import forgotten, held_by_host
-from support.prompts import in_directory, in_store
+from support.prompts import SMALL, in_directory, in_store, on_disk, prompt
+from support.ranked_core import CORES, run_ranks
+from support.ranked_turns import engine
 
-FLAGS = (
-    "--hc-forms", "kv", "--max-total-tokens", "1280", "--dtype", "float32",
-    "--hc-host-size-gb", "0.02",
-)  # fmt: skip
-RNG = random.Random(4)
-PROMPT = RNG.choices(range(3, 900), k=200)
-OTHER = RNG.choices(range(3, 900), k=200)
+FLAGS = ("--hc-forms", "kv", *SMALL, "--max-total-tokens", "1280", "--hc-host-size-gb", "0.02")
+PROMPT, OTHER = prompt(4, 200), prompt(5, 200)
 
 
 def a_tenant_leaves(directory: str) -> tuple[Any, ...]:
-    core = Core(*FLAGS, "--hc-disk", f"{directory}:1")
+    core = Core(*FLAGS, *on_disk(directory))
     first = core.ask(PROMPT, 24, salt="acme")
     other = core.ask(OTHER, 24, salt="acme2")
     core.ask(OTHER, 1, salt=None)
@@ -65,14 +63,8 @@ def test_a_tenant_is_forgotten_in_every_tier_and_computed_again(
 
 def while_running(directory: str) -> tuple[Any, ...]:
     """Two requests of the tenant decode and one waits: what they leave is not kept."""
-    core = Core(
-        *FLAGS,
-        "--hc-disk",
-        f"{directory}:1",
-        "--max-running-requests",
-        "2",
-        "--disable-overlap-schedule",
-    )  # its passes can be interrupted
+    plain = ("--max-running-requests", "2", "--disable-overlap-schedule")
+    core = Core(*FLAGS, *on_disk(directory), *plain)  # its passes can be interrupted
     truth = [core.ask(PROMPT[:100] + OTHER[:n], 40, salt="truth") for n in (10, 20, 30)]
     shared = core.ask(PROMPT[:100], 1, salt="acme")
     core.settle()
@@ -109,41 +101,14 @@ def test_what_is_in_use_is_not_kept_when_it_ends(models: None, tmp_path: Path) -
     assert again.cached == 0 and again.tokens == truth[0]
 
 
-def restarted(directory: str) -> tuple[int, int]:
-    core = Core(*FLAGS, "--hc-disk", f"{directory}:1")
-    return (
-        core.ask(PROMPT, 1, salt="acme").cached,
-        core.ask(OTHER, 1, salt="acme2").storage,
-    )
-
-
-def only_forgets(directory: str) -> dict[str, Any]:
-    core = Core(*FLAGS, "--hc-disk", f"{directory}:1")
-    core.ask(PROMPT, 8, salt="acme")
-    core.ask(OTHER, 8, salt="acme2")
-    core.settle()
-    return forgotten(core, tokens=PROMPT)
-
-
-def test_killed_after_the_answer_it_is_not_found_by_the_next_server(
-    models: None, tmp_path: Path
-) -> None:
-    """The process is killed as soon as it has answered (`run_in_child`)."""
-    answer = run_in_child(only_forgets, str(tmp_path))
-    assert answer["disk"] == {"blocks": 3, "complete": True}
-    for path in filter(Path.is_file, (tmp_path / "sglang-hc").rglob("*")):
-        content = path.read_bytes()
-        assert b"acme\0" not in content and pack_tokens(PROMPT[:64]) not in content
-    assert run_in_child(restarted, str(tmp_path)) == (0, 192)
-
-
-def forgets_below(*below: str) -> list[Any]:
-    """Two answers: as ever, and, of a directory, when it does not answer."""
+def forgets(tokens: list[int], *below: str) -> list[Any]:
+    """Two answers: as ever, and, of a directory, when it does not answer. tokens: of a prefix; none
+    where all of the tenant is forgotten."""
     core = Core(*FLAGS, *below)
     core.ask(PROMPT, 8, salt="acme")
     core.ask(OTHER, 8, salt="acme2")
     core.settle()
-    answers = [forgotten(core)]
+    answers = [forgotten(core, tokens=tokens)]
     if "file" in below:
         store_of(core).directories[0].hangs = True
         answers.append(forgotten(core))
@@ -155,10 +120,22 @@ def found_below(*below: str) -> tuple[int, int]:
     return core.ask(PROMPT, 1, salt="acme").cached, core.ask(OTHER, 1, salt="acme2").storage
 
 
+def test_killed_after_the_answer_it_is_not_found_by_the_next_server(
+    models: None, tmp_path: Path
+) -> None:
+    """The process is killed as soon as it has answered (`run_in_child`)."""
+    (answer,) = run_in_child(forgets, PROMPT, *on_disk(tmp_path))
+    assert answer["disk"] == {"blocks": 3, "complete": True}
+    for path in filter(Path.is_file, (tmp_path / "sglang-hc").rglob("*")):
+        content = path.read_bytes()
+        assert b"acme\0" not in content and pack_tokens(PROMPT[:64]) not in content
+    assert run_in_child(found_below, *on_disk(tmp_path)) == (0, 192)
+
+
 def test_a_directory_that_servers_share_forgets_durably(models: None, tmp_path: Path) -> None:
     """It knows namespaces; what failed there is said of it, and never that all should be
     cleared."""
-    good, bad = run_in_child(forgets_below, *in_directory(tmp_path))
+    good, bad = run_in_child(forgets, [], *in_directory(tmp_path))
     assert good["status"] == 200 and good["complete"]
     assert good["remote"] == {"blocks": 3, "complete": True}
     assert bad["status"] == 503 and bad["remote"] == {"blocks": 0, "complete": False}
@@ -170,35 +147,15 @@ def test_a_directory_that_servers_share_forgets_durably(models: None, tmp_path: 
 def test_a_store_that_knows_no_namespaces_says_that_more_may_be_left(
     models: None, tmp_path: Path
 ) -> None:
-    (answer,) = run_in_child(forgets_below, *in_store(tmp_path))
+    (answer,) = run_in_child(forgets, [], *in_store(tmp_path))
     assert answer["status"] == 503 and not answer["remote"]["complete"]
     assert "/hicache/storage-backend/clear" in answer["error"]["message"]
-
-
-def cleared(directory: str) -> int:
-    core = Core(*FLAGS, "--hc-disk", f"{directory}:1")
-    core.ask(PROMPT, 8)
-    core.settle()
-    ended: list[bool] = []
-    core.tree.clear_storage_backend(ended.append)
-    waiting.until(lambda: core.run(1) or ended)
-    assert ended == [True]
-    return len(store_of(core).block_ids())
-
-
-def asked_again(directory: str) -> int:
-    return Core(*FLAGS, "--hc-disk", f"{directory}:1").ask(PROMPT, 1).cached
-
-
-def test_what_was_cleared_is_not_found_by_the_next_server(models: None, tmp_path: Path) -> None:
-    assert run_in_child(cleared, str(tmp_path)) == 0
-    assert run_in_child(asked_again, str(tmp_path)) == 0
 
 
 def clearing(directory: str | None) -> list[Any]:
     from sglang.srt.managers.io_struct import ClearHiCacheReqInput
 
-    core = Core(*FLAGS, *(["--hc-disk", f"{directory}:1"] if directory else []))
+    core = Core(*FLAGS, *([*on_disk(directory)] if directory else []))
     core.ask(PROMPT, 8)
     core.settle()
     said: list[Any] = []
@@ -228,3 +185,58 @@ def clearing(directory: str | None) -> list[Any]:
 def test_a_clear_says_whether_it_cleared(models: None, tmp_path: Path) -> None:
     assert run_in_child(clearing, str(tmp_path)) == [True, [], True, False, False]
     assert run_in_child(clearing, None) == [False], "there was nothing to clear"
+
+
+# -- two ranks or stages -------------------------------------------------------------------------
+
+
+class Left(NamedTuple):
+    """What one rank has of the tenant, before and after: blocks in host memory; and replies."""
+
+    before: int
+    answer: dict[str, Any]
+    device: int
+    host: int
+    first: Reply
+    again: Reply
+    theirs: Reply
+    others: Reply
+
+
+def leave(rank: int, port: int, *server: str) -> Left:
+    core = engine(rank, port, *server)
+    first, others = core.ask(PROMPT, 24, salt="acme"), core.ask(OTHER, 24, salt="acme2")
+    core.settle()
+    history = [*PROMPT, *first.tokens]
+    before = held_by_host(core, history, "k4:acme")
+    answer = forgotten(core)
+    core.settle()
+    device, host = len(core.slots(history, "k4:acme")), held_by_host(core, history, "k4:acme")
+    core.forget()  # what is left is on the disks
+    again, theirs = core.ask(PROMPT, 24, salt="acme"), core.ask(OTHER, 24, salt="acme2")
+    core.settle()
+    forgotten(core)  # it was kept again
+    core.settle()
+    core.tree.release_host_resources()
+    return Left(before, answer, device, host, first, again, theirs, others)
+
+
+def return_to(rank: int, port: int, *server: str) -> tuple[int, int]:
+    core = engine(rank, port, *server)
+    return core.ask(PROMPT, 1, salt="acme").cached, core.ask(OTHER, 1, salt="acme2").storage
+
+
+@pytest.mark.parametrize("kind", ["tp", pytest.param("pp", marks=pytest.mark.slow)])
+def test_what_was_forgotten_is_found_by_no_rank(models: None, tmp_path: Path, kind: str) -> None:
+    """Two ranks are told once. Neither finds it on its device, in host memory, or on its own disk,
+    also after a restart."""
+    server = (kind, "hidden:2,kv:2", "llama-gqa", *on_disk(tmp_path / "d"))
+    found = run_ranks(leave, *server)
+    assert found[0].answer["status"] == 200 and found[0].answer["complete"]
+    assert found[0].answer["disk"] == {"blocks": 3, "complete": True}
+    for rank in found:
+        assert rank.before > 190 and (rank.device, rank.host) == (0, 0)
+        assert rank.again.cached == 0 and rank.again.tokens == rank.first.tokens
+        assert rank.theirs.storage >= 192 and rank.theirs.tokens == rank.others.tokens
+    assert run_ranks(return_to, *server) == [(0, 192), (0, 192)]
+    assert set(CORES) == {"tp", "pp"}

@@ -14,13 +14,9 @@ import torch
 
 from support.core import run_in_child
 from support.graph_mock import GraphCore
-from support.prompts import prompt
+from support.prompts import SMALL, prompt
 
-POOL = 640
-FLAGS = (
-    *("--hc-host-size-gb", "0.2", "--max-total-tokens", str(POOL), "--dtype", "float32"),
-    *("--chunked-prefill-size", "128"),
-)
+FLAGS = (*SMALL, "--chunked-prefill-size", "128")
 TOLERANCE = 1e-4
 """Relative, in float32: a product of more rows may round otherwise."""
 

@@ -3,7 +3,6 @@ on."""
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from pathlib import Path
@@ -11,14 +10,15 @@ from typing import Any
 
 from support.core import MODELS, Core, run_in_child
 from support.disk_store import Faults, open_with
+from support.prompts import SMALL, on_disk, prompt
+from support.waiting import until
 
-FLAGS = ("--max-total-tokens", "640", "--dtype", "float32", "--hc-forms", "hidden:2,kv:2")
-PROMPTS = [random.Random(seed).choices(range(3, 900), k=200) for seed in range(3)]
+PROMPTS = [prompt(seed, 200) for seed in range(3)]
 
 
 def undisturbed() -> list[list[int]]:
-    core = Core("--max-total-tokens", "8000", "--dtype", "float32", "--hc-forms", "kv")
-    return [core.ask(prompt, 16).tokens for prompt in PROMPTS]
+    core = Core("--hc-forms", "kv", *SMALL, "--max-total-tokens", "8000")
+    return [core.ask(asked, 16).tokens for asked in PROMPTS]
 
 
 def quick() -> None:
@@ -52,7 +52,7 @@ def met(folder: str) -> tuple[list[list[int]], dict[str, Any]]:
             time.sleep(0.01)
 
     open_with(Faults(hang, on_write=hang))
-    core = Core("--hc-disk", f"{folder}:1", "--hc-host-size-gb", "0.2", *FLAGS)
+    core = Core("--hc-forms", "hidden:2,kv:2", *SMALL, *on_disk(folder))
     replies = [core.ask(PROMPTS[0], 16).tokens]
     core.settle()
     assert core.scheduler.flush_cache()
@@ -62,19 +62,16 @@ def met(folder: str) -> tuple[list[list[int]], dict[str, Any]]:
     replies.append(core.ask(PROMPTS[1], 16).tokens)  # and the writes of what it leaves
     assert in_time(core.scheduler.flush_cache)
     withheld = core.tree.stats()
-    replies += [core.ask(prompt, 16).tokens for prompt in PROMPTS]
+    replies += [core.ask(asked, 16).tokens for asked in PROMPTS]
     request = UpdateWeightFromDiskReqInput(
         model_path=str(MODELS / "llama-mha"), load_format="auto", flush_cache=False
     )
     assert in_time(core.scheduler.weight_updater.update_weights_from_disk, request).success
-    replies += [core.ask(prompt, 16).tokens for prompt in PROMPTS]
+    replies += [core.ask(asked, 16).tokens for asked in PROMPTS]
     mark.unlink()
-    end = time.monotonic() + 60.0
-    while core.tree.stats()["host_withheld_slots"] and time.monotonic() < end:
-        core.tree.tiers.poll()
-        time.sleep(0.01)
-    assert core.tree.stats()["host_withheld_slots"] == 0, "what came late gave its slots back"
-    replies += [core.ask(prompt, 16).tokens for prompt in PROMPTS]
+    # What came late gives its slots back.
+    until(lambda: core.tree.stats()["host_withheld_slots"] == 0, core.tree.tiers.poll)
+    replies += [core.ask(asked, 16).tokens for asked in PROMPTS]
     core.tree.tiers.check_integrity()
     mark.touch()
     in_time(core.tree.release_host_resources)

@@ -3,7 +3,6 @@ looked at them."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,13 @@ from sglang_hc.srt.engine import guard
 from sglang_hc.srt.requests import pins
 from support.core import Core, run_in_child
 from support.hostile import HOSTILE
+from support.prompts import SMALL, prompt
 
 FLAGS = (
-    "--hc-forms", "kv", "--max-total-tokens", "640", "--dtype", "float32",
-    "--hc-host-size-gb", "0.02", "--hc-overflow", "reembed", "--hc-overflow-reserve", "64",
-)  # fmt: skip
-PROMPT = random.Random(6).choices(range(3, 900), k=150)
+    *("--hc-forms", "kv", *SMALL, "--hc-host-size-gb", "0.02"),
+    *("--hc-overflow", "reembed", "--hc-overflow-reserve", "64"),
+)
+PROMPT = prompt(6, 150)
 
 
 def can_be_sent(sent: Any) -> bool:

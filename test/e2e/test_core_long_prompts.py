@@ -40,19 +40,19 @@ def second_turns(forms: str, lengths: list[int]) -> dict[str, Any]:
     return {"again": again, "stats": core.tree.stats()}
 
 
-MIXED = PLANS[2]
-LENGTHS = ([7000], [CHUNKS_AND_A_PART], [7000, 7000])
-TWO = MIXED, [CHUNKS_AND_A_PART, CHUNKS_AND_A_PART]
-OF_TWO = MIXED, [CHUNKS_AND_A_PART]
-"""What TWO shows as well."""
-
-BY_DAY = [(forms, lengths) for lengths in LENGTHS for forms in PLANS if (forms, lengths) != OF_TWO]
-BY_NIGHT = [
-    pytest.param(*case, marks=pytest.mark.slow) for case in (OF_TWO, (MIXED, [30_000, 30_000]))
-]
+TWO = [CHUNKS_AND_A_PART, CHUNKS_AND_A_PART]
 
 
-@pytest.mark.parametrize(("forms", "lengths"), [*BY_DAY, TWO, *BY_NIGHT])
+@pytest.mark.parametrize(
+    ("forms", "lengths"),
+    [
+        ("hidden", [CHUNKS_AND_A_PART]),
+        ("kv", [CHUNKS_AND_A_PART]),
+        *((forms, [7000, 7000]) for forms in PLANS),
+        ("hidden:1,kv:1", TWO),
+        pytest.param("hidden:1,kv:1", [30_000, 30_000], marks=pytest.mark.slow),
+    ],
+)
 def test_a_long_prompt_is_kept(models: None, forms: str, lengths: list[int]) -> None:
     seen = run_in_child(second_turns, forms, lengths)
     for length, reply in zip(lengths, seen["again"], strict=True):

@@ -1,166 +1,185 @@
-"""A history computed from its front while its end is read, under SGLang's real scheduler.
+"""A history computed from its front while its end is read from disk, from a remote store or from
+both, under SGLang's real scheduler.
 
 The disk is held by the test: reads are ended one by one, well or badly, between the chunks of the
-prompt. What every test asserts: the tokens are those of a server that never evicted, no slot is
-lost, and each fault is counted once.
+prompt. What every test asserts: the tokens are those of a server that never evicted, and no slot is
+lost (`counted`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.store.outcome import Outcome
+from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.core import Core, Reply, run_in_child
+from support.disk_store import remove, store_of
 from support.meetings import (
     BLOCKS,
+    FAST,
     FOLLOW,
+    PROMPT,
     HeldDisk,
+    Replies,
     counted,
     forget,
     halving_profile,
-    meet,
-    run,
     second_turn,
+    server,
     start,
 )
+from support.prompts import in_store, on_disk
+
+STORE_SECONDS = 1e-3
+"""A token of a layer from a remote store, as long as it takes to compute one."""
 
 
-def both_turns(form: str, folder: str, profile: str) -> tuple[list[int], Reply, dict[str, int]]:
-    return meet(*start(form, folder, profile))
+def begin(form: str, profile: str, seconds: float | None, *below: str) -> tuple[Core, list[int]]:
+    """A server of which only what lies below host memory holds the first turn, and the reply to it.
+    seconds: what a token of a layer from a remote store took; None where nobody has seen it."""
+    core = server(form, profile, *below, store_seconds=seconds)
+    first = core.ask(PROMPT, 30).tokens
+    forget(core)
+    return core, first
 
 
-@pytest.mark.parametrize("form", ["hidden", "kv", "hidden:2,kv:2"])
+def both_turns(form: str, profile: str, *below: str) -> tuple[list[int], Reply, dict[str, int]]:
+    core, first = begin(form, profile, STORE_SECONDS, *below)
+    reply, seen = counted(core, lambda: core.ask(second_turn(first), 24))
+    assert core.scheduler.flush_cache(), "what was restored can be forgotten"
+    return first, reply, seen
+
+
+def another_server(
+    form: str, profile: str, first: list[int], *below: str
+) -> tuple[Reply, dict[str, int]]:
+    core = server(form, profile, *below, store_seconds=STORE_SECONDS)
+    HeldDisk(core)  # what is asked for comes in the next pass, however busy the machine is
+    return counted(core, lambda: core.ask(second_turn(first), 24))
+
+
+@pytest.mark.parametrize(
+    ("below", "tier", "form"),
+    [
+        (on_disk, "disk", "hidden"),
+        (on_disk, "disk", "kv"),
+        (on_disk, "disk", "hidden:2,kv:2"),
+        (in_store, "remote", "hidden:2,kv:2"),
+    ],
+)
 def test_the_front_is_computed_and_the_end_restored(
-    wanted: dict, profile: str, tmp_path: Path, form: str
+    wanted: Replies,
+    profile: str,
+    tmp_path: Path,
+    below: Callable[[object], tuple[str, ...]],
+    tier: str,
+    form: str,
 ) -> None:
-    first, reply, seen = run_in_child(both_turns, form, str(tmp_path / "d"), profile)
-    assert (first, reply.tokens) == wanted[form]
-    assert seen["meetings"] == seen["meetings_restored"] == seen["restore_reason_slow_tier"] == 1
-    assert 0 < reply.cached == reply.storage == seen["restored_tokens"] < BLOCKS * 64
+    """By the server that has stored it, and by the next one."""
+    flags = below(tmp_path / "d")
+    first, reply, seen = run_in_child(both_turns, form, profile, *flags)
+    assert first == wanted[0]
+    assert seen["restore_reason_slow_tier"] == 1
     assert "hole" not in seen and "gap" not in seen, "the state behind the meeting is saved"
+    found = [(reply, seen)]
+    if form == "hidden:2,kv:2":
+        found.append(run_in_child(another_server, form, profile, first, *flags))
+    for reply, seen in found:
+        assert reply.tokens == wanted[1]
+        assert seen["meetings"] == seen["meetings_restored"] == 1
+        assert 0 < reply.cached == reply.storage == seen["restored_tokens"] < BLOCKS * BLOCK_TOKENS
+        assert seen[f"{tier}_loaded_blocks"] >= reply.cached // BLOCK_TOKENS
 
 
-def faults_at_every_block(folder: str, profile: str) -> list[tuple]:
-    """(outcome, block from the end, reply, counts), then the reply once the disk is well again."""
-    core, first = start("hidden:2,kv:2", folder, profile)
-    disk = HeldDisk(core)
-    history = second_turn(first)
-    results = []
-    for outcome in (Outcome.DAMAGED, Outcome.IO_ERROR, Outcome.TIMED_OUT):
-        for block in range(7):
-            disk.asked.clear()
-            disk.verdicts = {block: outcome}
-            reply, seen = counted(core, lambda: core.ask(history, 24))
-            results.append((outcome, block, len(disk.asked), reply, seen))
-            disk.verdicts = {}
-            forget(core)
-    return results
+def of_unknown_speed(profile: str, folder: str) -> tuple[Reply, dict[str, int]]:
+    core, first = begin("kv", profile, None, *in_store(folder))
+    return counted(core, lambda: core.ask(second_turn(first), 24))
 
 
-def test_a_fault_at_any_block_costs_time_and_nothing_else(
-    wanted: dict, profile: str, tmp_path: Path
+def test_a_store_whose_speed_nobody_has_seen_is_read_whole(
+    wanted: Replies, profile: str, tmp_path: Path
 ) -> None:
-    results = run_in_child(faults_at_every_block, str(tmp_path / "d"), profile)
-    reached = 0
-    for outcome, block, asked, reply, seen in results:
-        assert reply.tokens == wanted["hidden:2,kv:2"][1], (outcome, block)
-        if block < asked:
-            reached += 1
-            assert seen[f"disk_read_{outcome.value}"] == 1, (outcome, block)
-            # Everything up to the end of the lost block is computed.
-            assert reply.cached <= block * 64, (outcome, block)
-        else:
-            assert f"disk_read_{outcome.value}" not in seen
-    assert reached >= 3 * 4
+    """Though the profile knows the disk's: that one is not the store's."""
+    reply, seen = run_in_child(of_unknown_speed, profile, str(tmp_path))
+    assert reply.tokens == wanted[1]
+    assert reply.storage == BLOCKS * BLOCK_TOKENS
+    assert "meetings" not in seen and "restore_reason_slow_tier" not in seen
 
 
-def stalls_at_every_block(folder: str, profile: str) -> list[tuple]:
-    """The source stands still behind so many blocks, until the request is over."""
-    core, first = start("hidden", folder, profile)
-    disk = HeldDisk(core)
-    results = []
-    for come in range(8):
-        disk.left = come
-        rid = core.submit(second_turn(first), 24)
+def behind_a_disk(profile: str, shared: str, folder: str) -> tuple[Reply, dict[str, int]]:
+    """The disk has the first five blocks, the store, which is twice as fast, all of them."""
+    flags = (*on_disk(folder), *in_store(shared))
+    core, first = begin("kv", profile, STORE_SECONDS / 2, *flags)
+    stored = Prefix(None, pack_tokens(second_turn(first)))
+    path = core.tree.tiers.host.tree.identities(stored)[:BLOCKS]
+    assert remove(store_of(core), path[5:]) == BLOCKS - 5
+    HeldDisk(core)  # what is read comes in the pass that asks for it
+    return counted(core, lambda: core.ask(second_turn(first), 24))
 
-        def resume(_: int, rid: str = rid) -> None:
-            if rid in core.requests and core.requests[rid].finished():
-                disk.left = None  # what was under way ends well, too late
 
-        def ask(rid: str = rid, resume: Callable[[int], None] = resume) -> Reply:
-            run(core, resume)
+def test_disk_and_store_are_read_at_the_same_time(
+    wanted: Replies, profile: str, tmp_path: Path
+) -> None:
+    """By the costs the disk takes as long for a block as computing one, the store half of it: while
+    the disk reads three and the store six, two are computed, and what comes is restored."""
+    reply, seen = run_in_child(behind_a_disk, profile, str(tmp_path / "s"), str(tmp_path / "d"))
+    assert reply.tokens == wanted[1]
+    assert seen["meetings"] == seen["meetings_restored"] == 1
+    assert (seen["disk_loaded_blocks"], seen["remote_loaded_blocks"]) == (3, 6)
+    assert reply.cached == reply.storage == 9 * BLOCK_TOKENS
+
+
+class Death(NamedTuple):
+    """The second turn, when the disk was given up after so many answers. asked: reads."""
+
+    answers: int
+    asked: int
+    reply: Reply
+    counts: dict[str, int]
+
+
+def deaths(folder: str, profile: str) -> list[Death]:
+    """The disk is given up after so many answers: all that was asked for besides is answered
+    IO_ERROR in the next pass, as where a directory hangs."""
+    core, first = start("hidden:2,kv:2", folder, profile)
+    disk, found = HeldDisk(core), []
+
+    def give_up(_: int) -> None:
+        if disk.left == 0:
             disk.left = None
-            return core.reply(rid)
 
-        reply, seen = counted(core, ask)
-        results.append((come, reply, seen))
+    def serve() -> Reply:
+        rid = core.submit(second_turn(first), 24)
+        core.run(each_pass=give_up)
+        disk.left = None
+        return core.reply(rid)
+
+    for answers in range(BLOCKS + 1):
+        disk.asked.clear()
+        disk.left = answers
+        disk.verdicts = dict.fromkeys(range(answers, 2 * BLOCKS), Outcome.IO_ERROR)
+        reply, counts = counted(core, serve)
+        found.append(Death(answers, len(disk.asked), reply, counts))
         forget(core)
-    return results
+    return found
 
 
-def test_a_source_that_stands_still_at_any_block_ends_in_recomputation(
-    wanted: dict, profile: str, tmp_path: Path
-) -> None:
-    results = run_in_child(stalls_at_every_block, str(tmp_path / "d"), profile)
-    served = []
-    for come, reply, _ in results:
-        assert reply.tokens == wanted["hidden"][1], come
-        assert reply.cached <= come * 64
-        served.append(reply.cached)
-    assert served[0] == 0 and max(served) > 0
-
-
-def disturbed(folder: str, profile: str) -> list[tuple[str, int]]:
-    """What may happen to a request between two chunks, at each of its first passes."""
-    core, first = start("hidden:2,kv:2", folder, profile)
-    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
-
-    history = second_turn(first)
-    seen = []
-    for event in ("abort", "pause", "same prompt", "weights"):
-        for when in range(2, 6):
-            rid = core.submit(history, 24)
-            names = [] if event == "abort" else [rid]
-
-            def happen(number: int, event: str = event, when: int = when, rid: str = rid,
-                       names: list[str] = names) -> None:  # fmt: skip
-                if event == "pause" and number == when + 1:
-                    core.inbox.append(ContinueGenerationReqInput())
-                if number != when:
-                    return
-                seen.append((event, core.tree.tiers.queue.meetings.under_way))
-                if event == "abort":
-                    core.abort(rid)
-                elif event == "pause":
-                    core.inbox.append(PauseGenerationReqInput(mode="retract"))
-                elif event == "weights":
-                    core.tree.tiers.clear()
-                else:
-                    names.append(core.submit(history, 24))
-
-            counted(core, lambda happen=happen: run(core, happen))
-            for name in names:
-                assert core.reply(name).tokens == WANTED[0], (event, when)
-            forget(core)
-            assert core.ask(history, 24).tokens == WANTED[0], "and it is served as before"
-            forget(core)
-    return seen
-
-
-WANTED: list[list[int]] = []
-
-
-def test_requests_that_leave_or_share_their_history_in_the_middle_of_it(
-    wanted: dict, profile: str, tmp_path: Path
-) -> None:
-    WANTED[:] = [wanted["hidden:2,kv:2"][1]]  # inherited by the fork
-    seen = run_in_child(disturbed, str(tmp_path / "d"), profile)
-    for event in ("abort", "pause", "same prompt", "weights"):
-        assert (event, True) in seen, f"{event} met a meeting"
+def test_a_disk_that_is_given_up_at_any_point_of_a_meeting(wanted: Replies, tmp_path: Path) -> None:
+    """What had come is restored, if nothing behind it is lost: the last blocks come first. Each
+    block that did not come is counted once."""
+    profile = halving_profile(tmp_path, FAST)
+    found = run_in_child(deaths, str(tmp_path / "d"), profile)
+    for answers, asked, reply, counts in found:
+        assert reply.tokens == wanted[1], answers
+        assert counts["meetings"] == 1, answers
+        assert counts.get("disk_read_io_error", 0) == max(0, asked - answers), answers
+        assert (reply.cached > 0) == (answers > 0), answers
+    assert sum(one.asked > one.answers for one in found) >= BLOCKS - 2
 
 
 class Gaps:
@@ -209,7 +228,7 @@ def beside(folder: str, profile: str, *flags: str) -> tuple:
                 asked.append(core.submit(second_turn(first), 4, salt=salt))
 
         gaps = Gaps(core, core.submit(FOLLOW, 60))
-        run(core, arrive)
+        core.run(each_pass=arrive)
         found.append((*gaps.widest(), core.reply(asked[0])))
         forget(core)
     return (*found, core.tree.stats().get("meetings", 0))
@@ -218,7 +237,7 @@ def beside(folder: str, profile: str, *flags: str) -> tuple:
 @pytest.mark.parametrize("how", ["overlap", "mixed chunk", "no overlap"])
 @pytest.mark.parametrize("chunk", ["4096", "512", "100"])
 def test_beside_a_decoding_request_no_gap_is_longer_than_a_plain_prefill(
-    wanted: dict, tmp_path: Path, chunk: str, how: str
+    wanted: Replies, tmp_path: Path, chunk: str, how: str
 ) -> None:
     """Counted in passes and in tokens that are computed between two steps of the request that
     decodes. A pass costs about a step: one more than with the plain prefill is the bound."""
@@ -226,7 +245,7 @@ def test_beside_a_decoding_request_no_gap_is_longer_than_a_plain_prefill(
     flags = ["--chunked-prefill-size", chunk, *([flag[how]] if how in flag else [])]
     profile = halving_profile(tmp_path, 6e-3)  # slow enough that computing pays beside others
     met, plain, meetings = run_in_child(beside, str(tmp_path / "d"), profile, *flags)
-    assert met[2].tokens == plain[2].tokens == wanted["hidden"][1][:4]
+    assert met[2].tokens == plain[2].tokens == wanted[1][:4]
     assert met[1] <= plain[1] and plain[1] > 0, (met, plain)
     assert met[0] <= plain[0] + 1, (met, plain)
     assert meetings == 1 and met[2].cached > 0

@@ -19,10 +19,10 @@ from support.core import Reply, run_in_child
 from support.meetings import (
     BLOCKS,
     HeldDisk,
+    Replies,
     counted,
     forget,
     halving_profile,
-    run,
     second_turn,
     start,
 )
@@ -68,7 +68,7 @@ class Server:
             each_pass(number, rid)
 
         def serve() -> Reply:
-            run(core, look)
+            core.run(each_pass=look)
             disk.left = None
             return core.reply(rid)
 
@@ -84,10 +84,10 @@ def one_by_one(form: str, folder: str, profile: str) -> Seen:
 
 @pytest.mark.parametrize("form", ["hidden", "kv", FORM])
 def test_what_comes_one_by_one_is_restored_one_by_one(
-    wanted: dict, early: str, tmp_path: Path, form: str
+    wanted: Replies, early: str, tmp_path: Path, form: str
 ) -> None:
     reply, counts, had = run_in_child(one_by_one, form, str(tmp_path / "d"), early)
-    assert reply.tokens == wanted[form][1]
+    assert reply.tokens == wanted[1]
     assert counts["meetings"] == counts["meetings_restored"] == 1
     assert 0 < reply.cached == reply.storage == counts["restored_tokens"] < BLOCKS * BLOCK_TOKENS
     assert 0 < had <= counts["early_restored_tokens"] <= counts["restored_tokens"]
@@ -106,11 +106,11 @@ def faults(folder: str, profile: str) -> list[tuple[Outcome, int, int, Seen]]:
 
 
 def test_a_fault_at_any_block_moves_the_meeting_and_costs_nothing_else(
-    wanted: dict, early: str, tmp_path: Path
+    wanted: Replies, early: str, tmp_path: Path
 ) -> None:
     found = run_in_child(faults, str(tmp_path / "d"), early)
     for outcome, number, reads, (reply, counts, _) in found:
-        assert reply.tokens == wanted[FORM][1], (outcome, number)
+        assert reply.tokens == wanted[1], (outcome, number)
         assert counts.get(f"disk_read_{outcome.value}", 0) == (number < reads), (outcome, number)
         if number < reads:  # everything up to the end of the lost block is computed
             assert reply.cached <= number * BLOCK_TOKENS, (outcome, number)
@@ -133,20 +133,20 @@ def stalls(folder: str, profile: str) -> list[Seen]:
 
 
 def test_a_source_that_stands_still_gives_back_what_it_brought_or_it_is_used(
-    wanted: dict, early: str, tmp_path: Path
+    wanted: Replies, early: str, tmp_path: Path
 ) -> None:
     found = run_in_child(stalls, str(tmp_path / "d"), early)
     for come, (reply, _, _) in enumerate(found):
-        assert reply.tokens == wanted[FORM][1], come
+        assert reply.tokens == wanted[1], come
         assert reply.cached <= come * BLOCK_TOKENS
     assert any(seen.had > 0 for seen in found)
 
 
-def disturbed(folder: str, profile: str) -> list[tuple[str, int, Seen]]:
-    """(what happens to a request at the top of a pass, device slots of early blocks then, what was
-    seen of it)."""
+def disturbed(folder: str, profile: str) -> list[tuple[str, Reply, int]]:
+    """(what happens to a request at the top of a pass, the reply to it or to one with its prompt,
+    device slots of early blocks then)."""
     server = Server(FORM, folder, profile)
-    core = server.core
+    core, others = server.core, []
     from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
     def abort(rid: str) -> None:
@@ -154,7 +154,9 @@ def disturbed(folder: str, profile: str) -> list[tuple[str, int, Seen]]:
 
     def pause(rid: str) -> None:
         core.inbox.append(PauseGenerationReqInput(mode="retract"))
-        core.inbox.append(ContinueGenerationReqInput())
+
+    def same_prompt(rid: str) -> None:
+        others.append(core.submit(server.prompt, 24))
 
     def weights(rid: str) -> None:
         server.disk.left = None  # it waits for what is under way
@@ -173,7 +175,7 @@ def disturbed(folder: str, profile: str) -> list[tuple[str, int, Seen]]:
         allocator.free(slots)
 
     found = []
-    for event in (abort, pause, weights, pressure, whole_pool):
+    for event in (abort, pause, same_prompt, weights, pressure, whole_pool):
         for when in range(3, 8):
             had: list[int] = []
 
@@ -181,17 +183,19 @@ def disturbed(folder: str, profile: str) -> list[tuple[str, int, Seen]]:
                 if number == when:
                     had.append(core.tree.prerestored.tokens)
                     event(rid)
+                elif number == when + 1 and event is pause:
+                    core.inbox.append(ContinueGenerationReqInput())
 
-            seen = server.ask(happen)
-            found.append((event.__name__, *had, seen))
-    return [*found, ("nothing", 0, server.ask())]
+            found.append((event.__name__, server.ask(happen).reply, *had))
+    found += [("same_prompt", core.reply(rid), 0) for rid in others]
+    return [*found, ("nothing", server.ask().reply, 0)]
 
 
 def test_whatever_happens_meanwhile_no_slot_is_lost(
-    wanted: dict, early: str, tmp_path: Path
+    wanted: Replies, early: str, tmp_path: Path
 ) -> None:
     found = run_in_child(disturbed, str(tmp_path / "d"), early)
-    for event, _, seen in found:
-        assert event == "abort" or seen.reply.tokens == wanted[FORM][1], event
-    for event in ("abort", "pause", "weights", "pressure", "whole_pool"):
-        assert any(name == event and had > 0 for name, had, _ in found), f"{event} came too late"
+    for event, reply, _ in found:
+        assert event == "abort" or reply.tokens == wanted[1], event
+    for event in ("abort", "pause", "same_prompt", "weights", "pressure", "whole_pool"):
+        assert any(name == event and had > 0 for name, _, had in found), f"{event} came too late"

@@ -89,7 +89,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def test_one_server_goes_on_with_what_another_computed(once: Once, store: Store) -> None:
-    first, wanted = once(both_turns, "hidden")
+    first, wanted = once(both_turns)
     tokens, stats = run_in_child(first_turn, "hidden", *store.flags)
     assert tokens == first
     assert stats["remote_saved_blocks"] == 4
@@ -112,7 +112,7 @@ def turn_after_a_loss(lost: int, *below: str) -> tuple:
 
 @pytest.mark.parametrize("which", [0, 1], ids=["master", "node"])
 def test_a_store_that_is_lost_costs_only_the_cache(once: Once, store: Store, which: int) -> None:
-    first, wanted = once(both_turns, "hidden")
+    first, wanted = once(both_turns)
     tokens, reply, stats = run_in_child(turn_after_a_loss, store.processes[which], *store.flags)
     assert tokens == first
     assert reply.cached == 0

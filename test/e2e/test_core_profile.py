@@ -12,7 +12,7 @@ from benchmark.harness.in_process import use_one_thread
 from sglang_hc.policy.correction import WINDOW, Resource
 from sglang_hc.tools.cli.main import main
 from support.core import MODELS, Core, run_in_child
-from support.profiles import FREE_LOADING, cost_model, write
+from support.profiles import cost_model, write
 
 MODEL = MODELS / "llama-mha"
 SMALL = ("--max-total-tokens", "640", "--dtype", "float32", "--hc-host-size-gb", "0.05")
@@ -56,9 +56,10 @@ def test_the_first_start_measures_and_the_second_finds_what_it_measured(
     for line in (found["project"], found["prefill"], *found["copies"]["host"].values()):
         assert line["fixed"] + line["per_token"] > 0, "on a busy machine either may be 0"
     assert run_in_child(start, "llama-mha", *disk) == (plan, 0)
-    file.write_text("damaged")
-    assert run_in_child(start, "llama-mha", *disk)[1] == 1
-    assert json.loads(file.read_text())["origin"] == "measured"
+    for useless in ("damaged", json.dumps(found | {"version": 1})):
+        file.write_text(useless)
+        assert run_in_child(start, "llama-mha", *disk)[1] == 1
+        assert json.loads(file.read_text())["version"] == found["version"]
 
 
 def learned(factor: float | None) -> dict[str, float]:
@@ -79,15 +80,6 @@ def test_a_server_begins_with_what_the_one_before_has_learned(models: None, cach
     (file,) = cache.iterdir()
     found = json.loads(file.read_text())
     assert sum(found["plan"].values()) == 4, "the layer plan is kept with the costs"
-
-
-def test_a_cached_profile_of_an_older_version_is_measured_again(models: None, cache: Path) -> None:
-    run_in_child(start, "llama-mha")
-    (file,) = cache.iterdir()
-    found = json.loads(file.read_text())
-    file.write_text(json.dumps(found | {"version": 1}))
-    assert run_in_child(start, "llama-mha")[1] == 1
-    assert json.loads(file.read_text())["version"] == found["version"]
 
 
 @pytest.mark.parametrize("model", ["deepseek-v2", "llama-gqa"])
@@ -111,22 +103,6 @@ def test_auto_follows_the_given_costs(models: None, cache: Path, tmp_path: Path)
     assert (found["fast"], found["slow"]) == ("kv:4", "hidden:4")
     assert "hidden" in found["between"] and "kv" in found["between"]
     assert not cache.exists()
-
-
-def refused(path: str) -> str:
-    from sglang_hc.errors import ConfigError
-
-    with pytest.raises(ConfigError) as caught:
-        Core(*SMALL, profile=path)
-    return str(caught.value)
-
-
-def test_a_profile_of_another_machine_is_refused(models: None, tmp_path: Path) -> None:
-    path = tmp_path / "other.json"
-    path.write_text(FREE_LOADING.read_text().replace('"any"', '"OPT on an abacus"'))
-    message = run_in_child(refused, str(path))
-    assert "--hc-profile: " in message and "'OPT on an abacus'" in message
-    assert "sglang-hc profile" in message
 
 
 def command(words: list[str]) -> int:

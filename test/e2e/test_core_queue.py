@@ -9,21 +9,18 @@ from typing import Any
 import pytest
 
 from support.core import Core, Once, run_in_child
-from support.prompts import prompt
+from support.prompts import SMALL, on_disk, prompt
 
-POOL = 640
+FLAGS = ("--hc-forms", "kv", *SMALL, "--max-running-requests", "1")
 TURNS = 12
-
-
 PROMPTS = [prompt(seed, 190) for seed in range(TURNS)]
 
 
 def second_turns(directory: str, eviction: str, prefetch: str, schedule: str) -> tuple:
     """Twelve conversations, of which the host tier holds two or three, come back at once."""
     core = Core(
-        "--hc-forms", "kv", "--hc-disk", f"{directory}:1", "--max-total-tokens", str(POOL),
-        "--dtype", "float32", "--hc-host-size-gb", "0.005", "--hc-eviction", eviction,
-        "--hc-prefetch", prefetch, "--hc-schedule", schedule, "--max-running-requests", "1",
+        *FLAGS, "--hc-host-size-gb", "0.005", *on_disk(directory), "--hc-eviction", eviction,
+        "--hc-prefetch", prefetch, "--hc-schedule", schedule,
     )  # fmt: skip
     histories = []
     for said in PROMPTS:
@@ -37,10 +34,7 @@ def second_turns(directory: str, eviction: str, prefetch: str, schedule: str) ->
 
 
 def never_evicted() -> list[list[int]]:
-    core = Core(
-        "--max-total-tokens", "8000", "--dtype", "float32", "--max-running-requests", "1",
-        "--hc-host-size-gb", "0.5",
-    )  # fmt: skip
+    core = Core(*FLAGS, "--max-total-tokens", "8000")
     histories = [said + core.ask(said, 8).tokens for said in PROMPTS]
     return [core.ask([*history, 7, 8, 9], 4).tokens for history in histories]
 
@@ -72,10 +66,7 @@ def test_a_queue_of_returning_conversations(
 
 def order_of_service(schedule: str) -> list[str]:
     """A conversation whose state is in the host tier waits before one that needs nothing."""
-    core = Core(
-        "--hc-forms", "kv", "--max-total-tokens", str(POOL), "--dtype", "float32",
-        "--hc-host-size-gb", "0.1", "--hc-schedule", schedule, "--max-running-requests", "1",
-    )  # fmt: skip
+    core = Core(*FLAGS, "--hc-schedule", schedule)
     old, new = PROMPTS[:2]
     reply = core.ask(old, 8).tokens
     core.settle()

@@ -11,19 +11,16 @@ import pytest
 import torch
 
 from support.core import Core, run_in_child
-from support.prompts import prompt
+from support.prompts import SMALL, prompt
 
-POOL = 640
 PLAN = "recompute:1,hidden:1,kv:2"
 LAYERS = 4
 CHUNK = 64
 
 
 def engine(*flags: str, model: str = "llama-gqa", plan: str = PLAN) -> Core:
-    return Core(
-        "--hc-forms", plan, "--hc-host-size-gb", "0.2", "--max-total-tokens", str(POOL),
-        "--dtype", "float32", "--chunked-prefill-size", str(CHUNK), *flags, model=model,
-    )  # fmt: skip
+    chunk = ("--chunked-prefill-size", str(CHUNK))
+    return Core("--hc-forms", plan, *SMALL, *chunk, *flags, model=model)
 
 
 def watch(core: Core, counts: list[int] | None = None) -> Counter:

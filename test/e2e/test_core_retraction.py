@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from support.core import Core, Once, run_in_child
-from support.prompts import prompt
+from support.prompts import SMALL, prompt
 
-FLAGS = ("--hc-host-size-gb", "0.2", "--dtype", "float32", "--max-total-tokens", "640")
 NEW = 40
 """Tokens of each reply."""
 
@@ -49,7 +48,7 @@ def serve(retract: bool, form: str, flags: tuple[str, ...]) -> dict[str, Any]:
 
     # SGLang reads SGLANG_TEST_RETRACT at import, which was before this process began.
     scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = retract, EVERY
-    core = Core("--hc-forms", form, *FLAGS, *flags)
+    core = Core("--hc-forms", form, *SMALL, *flags)
     computed, generated, seen = Computed(core), [0], dict[Any, int]()
 
     def settle(_: int) -> None:
@@ -72,15 +71,15 @@ def serve(retract: bool, form: str, flags: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("form", ["hidden", "kv", "recompute:1,hidden:1,kv:2"])
 @pytest.mark.parametrize(
-    "flags",
+    ("form", "flags"),
     [
-        (),
-        ("--disable-overlap-schedule",),
-        ("--chunked-prefill-size", "64", "--enable-mixed-chunk"),
+        ("hidden", ()),
+        ("kv", ()),
+        ("hidden:2,kv:2", ("--disable-overlap-schedule",)),
+        ("recompute:1,hidden:1,kv:2", ("--chunked-prefill-size", "64", "--enable-mixed-chunk")),
     ],
-    ids=["overlap", "plain", "mixed chunks"],
+    ids=["hidden", "kv", "plain", "mixed chunks"],
 )
 def test_what_was_generated_is_not_computed_again(
     once: Once, form: str, flags: tuple[str, ...]

@@ -15,14 +15,10 @@ import pytest
 
 from support.core import Core, Once, Reply, run_in_child
 from support.during import When
-from support.meetings import HeldDisk, counted, run, second_turn, start
-from support.prompts import on_disk, prompt
+from support.meetings import HeldDisk, Replies, counted, second_turn, start
+from support.prompts import SMALL, on_disk, prompt
 
-POOL = 1200
-FLAGS = (
-    "--hc-host-size-gb", "0.2", "--max-total-tokens", str(POOL), "--dtype", "float32",
-    "--chunked-prefill-size", "128",
-)  # fmt: skip
+FLAGS = (*SMALL, "--max-total-tokens", "1200", "--chunked-prefill-size", "128")
 FORMS = ("hidden", "kv", "hidden:2,kv:2")
 RID = "conversation 7"
 FIRST, SECOND = prompt(0, 150), prompt(1, 190)
@@ -83,8 +79,11 @@ def good(once: Once) -> Any:
     return once(talk, "kv", None, False)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("flags", [(), ("--disable-overlap-schedule",)], ids=["overlap", "plain"])
+@pytest.mark.parametrize(
+    ("form", "flags"),
+    [("hidden", ()), ("kv", ()), ("hidden:2,kv:2", ("--disable-overlap-schedule",))],
+    ids=["hidden", "kv", "plain"],
+)
 def test_two_requests_of_one_rid_are_captured_apart(
     good: Any, form: str, flags: tuple[str, ...]
 ) -> None:
@@ -110,10 +109,8 @@ def sent_again(form: str, rid: str | None, evict: bool, *flags: str) -> Any:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_client_that_goes_away_and_sends_again_gets_its_own_state(
-    models: None, form: str
-) -> None:
-    good_tokens, good_turns, _ = run_in_child(sent_again, form, None, False)
+def test_a_client_that_goes_away_and_sends_again_gets_its_own_state(once: Once, form: str) -> None:
+    good_tokens, good_turns, _ = once(sent_again, "kv", None, False)
     tokens, turns, stats = run_in_child(sent_again, form, RID, True)
     assert len(tokens[0]) < 40 and len(tokens[1]) == 24
     assert tokens == good_tokens
@@ -122,15 +119,24 @@ def test_a_client_that_goes_away_and_sends_again_gets_its_own_state(
     assert stats["host_staged_slots"] == 0
 
 
-def traced(path: str, rid: str) -> None:
+def traced_and_pinned(path: str, rid: str) -> list[tuple[str, int]]:
+    """(session, blocks) of each pin."""
     core = Core("--hc-forms", "kv", *FLAGS, "--hc-trace", path)
-    one_behind_the_other(core, rid)
+    one_behind_the_other(core, rid, custom_params={"hc_pin": {"ttl_s": 300}})
+    core.settle()
+    pins = core.tree.tiers.retention.pinned(None)
     core.tree.release_host_resources()
+    return [(pin.session, pin.blocks) for pin in pins]
 
 
-def test_a_trace_has_two_requests_and_no_name(models: None, tmp_path: Path) -> None:
+def test_a_trace_has_two_requests_and_no_name_and_both_keep_their_pins(
+    models: None, tmp_path: Path
+) -> None:
     path = tmp_path / "t.jsonl"
-    run_in_child(traced, str(path), RID)
+    pins = run_in_child(traced_and_pinned, str(path), RID)
+    assert len(pins) == 2
+    assert dict(pins)[RID] == 4, "the last to end has the name"
+    assert all(session.startswith(RID) for session, _ in pins)
     text = path.read_text()
     assert RID not in text
     events = [json.loads(line) for line in text.splitlines()[1:]]
@@ -138,7 +144,7 @@ def test_a_trace_has_two_requests_and_no_name(models: None, tmp_path: Path) -> N
         assert len({event["req"] for event in events if event["op"] == op}) == 2, op
 
 
-def waiting_for_disk(folder: str, rids: tuple[str | None, str | None], leave: bool) -> Any:
+def waiting_for_disk(folder: str, leave: bool) -> Any:
     """The state of two prompts comes from disk, both wait for it, and, if `leave`, the first is
     aborted before the second comes. Returns the replies of those that stayed."""
     core = Core("--hc-forms", "hidden:2,kv:2", *FLAGS, *on_disk(folder))
@@ -147,14 +153,14 @@ def waiting_for_disk(folder: str, rids: tuple[str | None, str | None], leave: bo
     core.forget()
     disk = HeldDisk(core)
     disk.left = 0
-    core.submit(FIRST, 24, rid=rids[0])
+    core.submit(FIRST, 24, rid=RID)
 
     def each_pass(number: int) -> None:
         if number == 6:
             assert len(core.scheduler.waiting_queue) == 1, "its state is on its way"
             if leave:
                 core.abort(core.arrived[-1].rid)
-            core.submit(SECOND, 24, rid=rids[1])
+            core.submit(SECOND, 24, rid=RID)
         if number == 11:
             assert len(core.scheduler.waiting_queue) == 2 - leave
             assert len(core.tree.waiting._view.requests) == 2 - leave, "one record each"
@@ -169,23 +175,21 @@ def waiting_for_disk(folder: str, rids: tuple[str | None, str | None], leave: bo
 
 @pytest.mark.parametrize("leave", [False, True], ids=["both stay", "one leaves"])
 def test_two_that_wait_for_the_disk_are_waited_for_apart(
-    models: None, tmp_path: Path, leave: bool
+    good: Any, tmp_path: Path, leave: bool
 ) -> None:
-    good, _ = run_in_child(waiting_for_disk, str(tmp_path / "good"), ("a", "b"), leave)
-    found, stats = run_in_child(waiting_for_disk, str(tmp_path / "d"), (RID, RID), leave)
-    assert [reply.tokens for reply in found] == [reply.tokens for reply in good]
-    wanted = [128, 128] if not leave else [128]  # whole blocks of the prompts
-    assert [reply.storage for reply in found] == [reply.storage for reply in good] == wanted
+    found, stats = run_in_child(waiting_for_disk, str(tmp_path / "d"), leave)
+    assert [reply.tokens for reply in found] == good[0][int(leave) :]
+    assert all(reply.storage == 128 for reply in found), "whole blocks of the prompts"
     assert stats["host_staged_slots"] == 0
 
 
-def in_a_meeting(folder: str, profile: str, form: str, rid: str | None, leave: bool) -> Any:
+def in_a_meeting(folder: str, profile: str, form: str, leave: bool) -> Any:
     """A request meets its history, and another prompt of its name comes meanwhile. If `leave`, the
     first has been aborted just before."""
     core, first = start(form, folder, profile, "--max-running-requests", "8")
     disk = HeldDisk(core)
     disk.left = 2
-    core.submit(second_turn(first), 24, rid=rid)
+    core.submit(second_turn(first), 24, rid=RID)
     seen = []
 
     def each_pass(number: int) -> None:
@@ -193,11 +197,11 @@ def in_a_meeting(folder: str, profile: str, form: str, rid: str | None, leave: b
             seen.append(core.tree.tiers.queue.meetings.under_way)
             if leave:
                 core.abort(core.arrived[-1].rid)
-            core.submit(FIRST, 24, rid=rid)
+            core.submit(FIRST, 24, rid=RID)
         if number == 6:
             disk.left = None
 
-    _, counts = counted(core, lambda: run(core, each_pass))
+    _, counts = counted(core, lambda: core.run(each_pass=each_pass))
     mine = core.arrived[1:]
     assert all(req.finished() for req in mine)
     core.settle()
@@ -209,28 +213,26 @@ def in_a_meeting(folder: str, profile: str, form: str, rid: str | None, leave: b
 @pytest.mark.parametrize("form", ["hidden", "kv"])
 @pytest.mark.parametrize("leave", [False, True], ids=["both stay", "one leaves"])
 def test_only_the_request_itself_meets_its_history(
-    wanted: dict, profile: str, tmp_path: Path, form: str, leave: bool
+    wanted: Replies, good: Any, profile: str, tmp_path: Path, form: str, leave: bool
 ) -> None:
-    good = run_in_child(in_a_meeting, str(tmp_path / "good"), profile, form, None, leave)
-    found = run_in_child(in_a_meeting, str(tmp_path / "d"), profile, form, RID, leave)
-    assert found[2] == good[2] == [True], "it met its history when the other came"
-    assert found[0][1] == good[0][1] and found[1] == good[1]
+    found = run_in_child(in_a_meeting, str(tmp_path / "d"), profile, form, leave)
+    replies, next_turn, met, counts = found
+    assert met == [True], "it met its history when the other came"
+    assert replies[1] == good[0][0] and next_turn == good[1][0][0].tokens
     if not leave:
-        assert found[0][0] == wanted[form][1]
-        assert found[3]["meetings"] == 1
+        assert replies[0] == wanted[1]
+        assert counts["meetings"] == 1
 
 
-def makes_room(rid: str | None) -> Any:
+def makes_room() -> Any:
     """A running request is preempted by one of its name. Replies, and how often."""
-    core = Core(
-        "--hc-forms", "hidden", *FLAGS, "--enable-priority-scheduling",
-        "--max-running-requests", "1",
-    )  # fmt: skip
-    core.submit(FIRST, 24, rid=rid)
+    one = ("--enable-priority-scheduling", "--max-running-requests", "1")
+    core = Core("--hc-forms", "hidden", *FLAGS, *one)
+    core.submit(FIRST, 24, rid=RID)
     core.inbox[-1].priority = 0
 
     def send() -> None:
-        core.submit(SECOND, 24, rid=rid)
+        core.submit(SECOND, 24, rid=RID)
         core.inbox[-1].priority = 100
 
     core.run(each_pass=When(lambda: generated(core) == 8, send))
@@ -239,21 +241,7 @@ def makes_room(rid: str | None) -> Any:
 
 
 def test_one_may_make_room_for_another_of_its_name(good: Any) -> None:
-    tokens, turns, retractions = run_in_child(makes_room, RID)
+    tokens, turns, retractions = run_in_child(makes_room)
     assert retractions == [1, 0]
     assert tokens == good[0]
     same(turns, good[1])
-
-
-def pinned(rid: str) -> list[tuple[str, int]]:
-    core = Core("--hc-forms", "kv", *FLAGS)
-    one_behind_the_other(core, rid, custom_params={"hc_pin": {"ttl_s": 300}})
-    core.settle()
-    return [(pin.session, pin.blocks) for pin in core.tree.tiers.retention.pinned(None)]
-
-
-def test_both_keep_the_pins_that_they_asked_for(models: None) -> None:
-    pins = run_in_child(pinned, RID)
-    assert len(pins) == 2
-    assert dict(pins)[RID] == 4, "the last to end has the name"
-    assert all(session.startswith(RID) for session, _ in pins)

@@ -11,6 +11,7 @@ import pytest
 from sglang_hc.tools.cli.main import main
 from sglang_hc.tools.simulator.models import load_model
 from support.core import MODELS, Core, run_in_child
+from support.prompts import SMALL
 
 TALKS, REQUESTS = 8, 40
 DEVICE = 640
@@ -24,8 +25,7 @@ def recorded_run(folder: str, forms: str, eviction: str, disk: bool) -> list:
     below = ("--hc-disk", f"{folder}/disk:1") if disk else ()
     core = Core(
         "--hc-forms", forms, *below, "--hc-eviction", eviction, "--hc-trace", f"{folder}/t.jsonl",
-        "--max-total-tokens", str(DEVICE), "--hc-host-size-gb", HOST_GIB[forms],
-        "--dtype", "float32",
+        *SMALL, "--hc-host-size-gb", HOST_GIB[forms],
     )  # fmt: skip
     rng = random.Random(3)
     system = rng.choices(range(3, 900), k=64)

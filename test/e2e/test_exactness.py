@@ -8,8 +8,6 @@ or else the documented bound. oneDNN's ONEDNN_MAX_CPU_ISA shows other machines o
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from support.conversations import both, check_16_bit, check_same_tokens
@@ -24,40 +22,14 @@ FEW = ["llama-gqa", "qwen3", "opt"]
 """Rotary embedding over grouped heads, K norm, biases with learned positions."""
 
 
-def in_each_run(some: list[str], models: list[str]) -> list[Any]:
-    """`some` of the models in every run of the tests, the others in the nightly one."""
-    return [m if m in some else pytest.param(m, marks=pytest.mark.slow) for m in models]
-
-
-@pytest.mark.parametrize("model", in_each_run(FEW, FAMILIES))
-def test_hidden_form_float32(models: None, model: str) -> None:
-    found = run_in_child(both, model, "hidden", "float32")
-    assert found.stats["layer_plan"].startswith("hidden")
-    check_same_tokens(found)
-    assert found.worst("error") <= BOUND["float32"]
-
-
+@pytest.mark.parametrize(
+    "isa", [None, *(pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS)]
+)
 @pytest.mark.parametrize("model", FAMILIES)
-def test_hidden_form_bfloat16(models: None, model: str) -> None:
-    found = run_in_child(both, model, "hidden", "bfloat16")
+def test_hidden_form_bfloat16(models: None, model: str, isa: str | None) -> None:
+    found = run_in_child(both, model, "hidden", "bfloat16", isa)
     assert found.stats["layer_plan"].startswith("hidden")
     check_16_bit(found, "bfloat16")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("model", FAMILIES)
-def test_hidden_form_bfloat16_with_other_instructions(models: None, model: str, isa: str) -> None:
-    check_16_bit(run_in_child(both, model, "hidden", "bfloat16", isa), "bfloat16")
-
-
-@pytest.mark.parametrize(
-    "model", in_each_run(["llama-mha", "deepseek-v2"], [*FAMILIES, "deepseek-v2"])
-)
-def test_kv_form_float32(models: None, model: str) -> None:
-    found = run_in_child(both, model, "kv", "float32")
-    check_same_tokens(found)
-    assert found.worst("error") == 0.0
 
 
 @pytest.mark.parametrize("isa", [None, *ISAS])

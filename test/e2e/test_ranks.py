@@ -1,8 +1,7 @@
-"""Two tensor-parallel ranks, or two stages of a pipeline: a conversation that was evicted between
-its turns goes on token for token, on both ranks, from memory and from disk, and whatever happens to
-one of them.
+"""Two tensor-parallel ranks, two stages of a pipeline, or two stages of two ranks each: a
+conversation that was evicted between its turns goes on token for token on all of them.
 
-The reference is the same conversation on the same two ranks that never leaves the device.
+The reference is the same conversation on the same ranks that never leaves the device.
 """
 
 from __future__ import annotations
@@ -14,80 +13,64 @@ import pytest
 
 from support.conversations import Outcome, check_same_tokens, compare, options, overwrite
 from support.exactness import BOUND
-from support.ranked_core import CORES, RankedCore, StagedCore, run_ranks
+from support.ranked_core import CORES, run_ranks
 from support.ranked_turns import both_on_rank, worst_of_stage
 
-MIXED = "recompute:1,hidden:2,kv:1"
-CASES = [
-    ("llama-gqa", MIXED),
-    ("llama-mha", "hidden"),
-    ("llama-mha", "kv"),
-    ("llama-gqa", "hidden"),
-    ("qwen3", "hidden:2,kv:2"),
-    ("qwen3", MIXED),
-    ("deepseek-v2", "kv"),
-    ("deepseek-v2", "recompute:2,kv:2"),
+BY_DAY = [
+    ("tp", "llama-gqa", "recompute:1,hidden:2,kv:1"),
+    ("pp", "llama-gqa", "hidden:2,kv:2"),
+]
+BY_NIGHT = [
+    ("tp", "llama-mha", "hidden"),
+    ("tp", "llama-mha", "kv"),
+    ("tp", "llama-gqa", "hidden"),
+    ("tp", "qwen3", "hidden:2,kv:2"),
+    ("tp", "qwen3", "recompute:1,hidden:2,kv:1"),
+    ("tp", "deepseek-v2", "kv"),
+    ("tp", "deepseek-v2", "recompute:2,kv:2"),
+    ("pp", "llama-mha", "hidden"),
+    ("pp", "llama-mha", "kv"),
+    ("pp", "llama-gqa", "recompute:1,hidden:3"),
+    ("pp", "qwen3", "recompute:1,kv:3"),
+    ("pp", "qwen3", "hidden:2,kv:2"),
+    ("pp", "deepseek-v2", "recompute:1,kv:3"),
+    ("grid", "llama-gqa", "hidden:2,kv:2"),
+    ("grid", "llama-mha", "hidden"),
+    ("grid", "qwen3", "recompute:1,kv:3"),
+    ("grid", "deepseek-v2", "kv"),
 ]
 
 
-def check_alike(found: list[Outcome]) -> None:
-    """Ranks sampled the same tokens and took the same decisions."""
-    first, second = found
-    assert first.kept["tokens"] == second.kept["tokens"]
-    assert first.evicted["tokens"] == second.evicted["tokens"]
-    ours, others = (common(rank.stats) for rank in found)
-    assert ours == others
+@pytest.mark.parametrize(
+    ("kind", "model", "form"),
+    [*BY_DAY, *(pytest.param(*case, marks=pytest.mark.slow) for case in BY_NIGHT)],
+)
+def test_each_form_float32(models: None, kind: str, model: str, form: str) -> None:
+    """Ranks sample the same tokens, restore the same, and tensor-parallel ones count the same;
+    only the first stage recomputes layers."""
+    ranks = 4 if kind == "grid" else 2
+    both = run_ranks(both_on_rank, kind, model, form, ranks=ranks)
+    found, shown = [rank for rank, _ in both], [info["ranks"] for _, info in both]
+    for rank, info in both:
+        assert rank.kept["tokens"] == found[0].kept["tokens"]
+        assert rank.stats["layer_plan"] == (form if ":" in form else f"{form}:4")
+        check_same_tokens(rank)
+        assert worst_of_stage(rank) <= BOUND["float32"]
+        restored = [counted["restored_tokens"] for counted in info["ranks"]]
+        assert restored == [info["restored_tokens"]] * ranks and restored[0] > 0
+    if kind == "tp":
+        assert common(found[0].stats) == common(found[1].stats) and shown[0] == shown[1]
+        for rank in found:
+            assert form == "hidden" or rank.worst("error", slice(rank.layers - 1, None)) == 0.0
+    if kind == "pp":
+        recomputed = [counted.get("recomputed_layer_tokens", 0) for counted in shown[0]]
+        assert recomputed[0] == found[0].stats.get("recomputed_layer_tokens", 0)
+        assert recomputed[1] == 0 and (recomputed[0] > 0) == ("recompute" in form)
 
 
 def common(stats: dict[str, Any]) -> dict[str, Any]:
     """What ranks must have in common: the first one alone counts whose part of a block failed."""
     return {key: value for key, value in stats.items() if not key.startswith("rank")}
-
-
-@pytest.mark.parametrize(
-    ("model", "form"), [CASES[0], *(pytest.param(*c, marks=pytest.mark.slow) for c in CASES[1:])]
-)
-def test_each_form_float32(models: None, model: str, form: str) -> None:
-    both = run_ranks(both_on_rank, "tp", model, form)
-    found, numbers = [rank for rank, _ in both], [info for _, info in both]
-    check_alike(found)
-    assert numbers[0]["ranks"] == numbers[1]["ranks"] and len(numbers[0]["ranks"]) == 2
-    for counted, info in zip(numbers[0]["ranks"], numbers, strict=True):
-        assert counted["restored_tokens"] == info["restored_tokens"] > 0
-    for rank in found:
-        assert rank.stats["layer_plan"] == (form if ":" in form else f"{form}:4")
-        check_same_tokens(rank)
-        assert rank.worst("error") <= BOUND["float32"]
-        assert rank.worst("error", slice(rank.layers - 1, rank.layers)) == 0.0 or form == "hidden"
-
-
-STAGED = [
-    ("llama-gqa", "hidden:2,kv:2"),
-    ("llama-mha", "hidden"),
-    ("llama-mha", "kv"),
-    ("llama-gqa", "recompute:1,hidden:3"),
-    ("qwen3", "recompute:1,kv:3"),
-    ("qwen3", "hidden:2,kv:2"),
-    ("deepseek-v2", "recompute:1,kv:3"),
-]
-
-
-@pytest.mark.parametrize(
-    ("model", "form"),
-    [STAGED[0], *(pytest.param(*c, marks=pytest.mark.slow) for c in STAGED[1:])],
-)
-def test_each_form_of_two_stages_float32(models: None, model: str, form: str) -> None:
-    both = run_ranks(both_on_rank, "pp", model, form)
-    first, second = (rank for rank, _ in both)
-    assert first.kept["tokens"] == second.kept["tokens"]
-    recomputed = [counted.pop("recomputed_layer_tokens", 0) for counted in both[0][1]["ranks"]]
-    assert recomputed[0] == first.stats.get("recomputed_layer_tokens", 0)
-    assert recomputed[1] == 0 and (recomputed[0] > 0) == ("recompute" in form)
-    for rank, info in both:
-        assert rank.stats["layer_plan"] == (form if ":" in form else f"{form}:4")
-        check_same_tokens(rank)
-        assert worst_of_stage(rank) <= BOUND["float32"]
-        assert info["ranks"][0]["restored_tokens"] == info["ranks"][1]["restored_tokens"] > 0
 
 
 def both_on_uneven_stage(rank: int, port: int, form: str) -> tuple[Outcome, tuple[int, ...]]:
@@ -106,37 +89,30 @@ def test_stages_of_different_size(models: None, form: str) -> None:
         assert worst_of_stage(rank) <= BOUND["float32"]
 
 
-def spoiled_on_stage(rank: int, port: int) -> Outcome:
-    core = StagedCore(rank, port, *options("hidden:2,kv:2", "float32"), model="llama-gqa")
-    return compare(core, overwrite if rank == 1 else lambda _: None)
-
-
-@pytest.mark.slow
-def test_garbage_of_one_stage_is_noticed(models: None) -> None:
-    """The control: its layers are its own, and the last layer's output is what both go on with."""
-    found = run_ranks(spoiled_on_stage)
-    assert all(rank.evicted["tokens"][1:] != rank.kept["tokens"][1:] for rank in found)
-    first, second = map(worst_of_stage, found)
-    assert first <= BOUND["float32"] and second > 0.1
-
-
-def spoiled_on_rank(rank: int, port: int) -> Outcome:
+def spoiled(rank: int, port: int, kind: str) -> Outcome:
     """What the second rank keeps is overwritten before it comes back."""
-    core = RankedCore(rank, port, *options("hidden:2,kv:2", "float32"), model="llama-gqa")
-    layout, width = core.tree.tiers.layout, core.model_state.layers[0].qkv.weight.shape[1]
-    assert layout.shape.hidden_bytes == width * 4 // 2, "each rank keeps half of the columns"
+    core = CORES[kind](rank, port, *options("hidden:2,kv:2", "float32"), model="llama-gqa")
+    if kind == "tp":
+        layout, width = core.tree.tiers.layout, core.model_state.layers[0].qkv.weight.shape[1]
+        assert layout.shape.hidden_bytes == width * 4 // 2, "each rank keeps half of the columns"
     return compare(core, overwrite if rank == 1 else lambda _: None)
 
 
-def test_garbage_of_one_rank_is_noticed(models: None) -> None:
+@pytest.mark.parametrize("kind", ["tp", pytest.param("pp", marks=pytest.mark.slow)])
+def test_garbage_of_one_rank_is_noticed(models: None, kind: str) -> None:
     """The control: were one rank's part not used, or not compared, the tests would be blind. Its
-    columns of hidden states reach both ranks, its heads of K and V stay its own."""
-    found = run_ranks(spoiled_on_rank)
+    columns of hidden states reach both tensor-parallel ranks, its heads of K and V stay its own. A
+    stage's layers are its own, and the last layer's output is what both go on with."""
+    found = run_ranks(spoiled, kind)
     assert all(rank.evicted["tokens"][1:] != rank.kept["tokens"][1:] for rank in found)
-    both_hidden = [rank.worst("error", slice(0, 2)) for rank in found]
-    assert min(both_hidden) > 0.1
-    first, second = (rank.worst("error", slice(3, 4)) for rank in found)
-    assert first == 0.0 and second > 0.1
+    if kind == "tp":
+        assert min(rank.worst("error", slice(0, 2)) for rank in found) > 0.1
+        first, second = (rank.worst("error", slice(3, 4)) for rank in found)
+        assert first == 0.0
+    else:
+        first, second = map(worst_of_stage, found)
+        assert first <= BOUND["float32"]
+    assert second > 0.1
 
 
 def started(rank: int, port: int, kind: str, cache: str) -> tuple:

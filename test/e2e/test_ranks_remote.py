@@ -1,6 +1,7 @@
-"""Two tensor-parallel ranks, or two stages of a pipeline, and a remote store: each rank keeps its
-part of a block there. Another server goes on where one stopped, one with other ranks finds nothing,
-and what happens to one rank's part costs cache on both, never a token.
+"""Two tensor-parallel ranks, two stages of a pipeline or two stages of two ranks each, and a remote
+store: each rank keeps its part of a block there. Another server goes on where one stopped, as it
+does from their disk, one with other ranks finds nothing, and what happens to one rank's part costs
+cache on all, never a token.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import pytest
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.store import known_blocks as remote_blocks
+from sglang_hc.store.disk.folders import model_folders, store_root
 from sglang_hc.store.remote import RemoteStore
+from sglang_hc.tools.disk.fsck import check
 from support.core import Core, run_in_child
 from support.prompts import in_store, on_disk
 from support.ranked_core import CORES, run_ranks
@@ -57,33 +60,52 @@ def check_alike(found: list[Turns]) -> None:
     assert all(other == first for other in others)
 
 
+def check_parts(folder: Path, tier: str, ranks: int) -> None:
+    """Each rank has its own parts of all blocks."""
+    if tier == "remote":
+        keys = [file.name.split("-")[1] for file in files(folder)]
+        assert len(set(keys)) == ranks and keys.count(keys[0]) * ranks == len(keys)
+        return
+    parts = [Path(part.path).name for part in model_folders(store_root(str(folder)))]
+    assert len(parts) == ranks and len({part[:32] for part in parts}) == 1, "of one model"
+    assert all(report.blocks and not report.findings for report in check([str(folder)], False))
+
+
+BY_DAY = [("tp", "hidden:2,kv:2", "llama-gqa")]
+BY_NIGHT = [
+    ("tp", "hidden", "llama-mha"),
+    ("tp", "kv", "llama-gqa"),
+    ("tp", "recompute:1,hidden:2,kv:1", "qwen3"),
+    ("tp", "kv", "deepseek-v2"),
+    ("pp", "recompute:1,hidden:3", "llama-gqa"),
+    ("pp", "hidden:2,kv:2", "llama-gqa"),
+    ("pp", "hidden", "llama-mha"),
+    ("pp", "kv", "llama-gqa"),
+    ("grid", "hidden:2,kv:2", "llama-gqa"),
+]
+
+
+@pytest.mark.parametrize(("below", "tier"), [(on_disk, "disk"), (in_store, "remote")])
 @pytest.mark.parametrize(
     ("kind", "form", "model"),
-    [
-        ("tp", "hidden:2,kv:2", "llama-gqa"),
-        pytest.param("tp", "hidden", "llama-mha", marks=pytest.mark.slow),
-        pytest.param("tp", "kv", "llama-gqa", marks=pytest.mark.slow),
-        pytest.param("tp", "recompute:1,hidden:2,kv:1", "qwen3", marks=pytest.mark.slow),
-        pytest.param("tp", "kv", "deepseek-v2", marks=pytest.mark.slow),
-        pytest.param("pp", "recompute:1,hidden:3", "llama-gqa", marks=pytest.mark.slow),
-        pytest.param("pp", "hidden:2,kv:2", "llama-gqa", marks=pytest.mark.slow),
-        pytest.param("pp", "hidden", "llama-mha", marks=pytest.mark.slow),
-        pytest.param("pp", "kv", "llama-gqa", marks=pytest.mark.slow),
-        pytest.param("grid", "hidden:2,kv:2", "llama-gqa", marks=pytest.mark.slow),
-    ],
+    [*BY_DAY, *(pytest.param(*case, marks=pytest.mark.slow) for case in BY_NIGHT)],
 )
-def test_another_server_goes_on_from_the_store(
-    models: None, tmp_path: Path, kind: str, form: str, model: str
+def test_another_server_goes_on_from_what_is_below(
+    models: None,
+    tmp_path: Path,
+    kind: str,
+    form: str,
+    model: str,
+    below: Callable[[object], tuple[str, ...]],
+    tier: str,
 ) -> None:
-    """Within one server only the store is left between the turns, too."""
-    what, ranks = (kind, form, model, *in_store(str(tmp_path))), 4 if kind == "grid" else 2
+    """Within one server only that is left between the turns, too."""
+    what, ranks = (kind, form, model, *below(tmp_path)), 4 if kind == "grid" else 2
     found = run_ranks(talk_and_stop, *what, ranks=ranks)
     check_alike([turns for turns, _ in found])
     assert all(turns.stored == BLOCKS for turns, _ in found)
-    assert found[0][0].counted["remote_loaded_blocks"] == BLOCKS // BLOCK_TOKENS
-    fingerprints = [file.name.split("-")[1] for file in files(tmp_path)]
-    assert len(set(fingerprints)) == ranks, "each rank has its own keys"
-    assert fingerprints.count(fingerprints[0]) * ranks == len(fingerprints)
+    assert found[0][0].counted[f"{tier}_loaded_blocks"] == BLOCKS // BLOCK_TOKENS
+    check_parts(tmp_path, tier, ranks)
     later = run_ranks(go_on, *what, ranks=ranks)
     check_alike(later)
     assert later[0].said == found[0][1] and later[0].stored == BLOCKS
@@ -117,55 +139,7 @@ def test_a_server_with_other_ranks_finds_nothing(models: None, tmp_path: Path) -
     assert run_ranks(go_on, "tp", *what)[0].stored == BLOCKS
 
 
-def some_on_disk(rank: int, port: int, *what: str) -> None:
-    """The first block of the conversation goes to disk and nowhere else."""
-    core = engine(rank, port, *what)
-    prompt, _ = prompts("later")
-    core.ask(prompt[: BLOCK_TOKENS + 6], 4)
-    core.settle()
-    core.tree.release_host_resources()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", CORES)
-def test_a_disk_and_a_store_together(models: None, tmp_path: Path, kind: str) -> None:
-    """The first block comes from the disks, the rest from the store."""
-    store, form = in_store(str(tmp_path / "shared")), "hidden:2,kv:2"
-    first, other = (on_disk(tmp_path / name) for name in ("d", "e"))
-    found = run_ranks(talk_and_stop, kind, form, "llama-gqa", *first, *store)
-    check_alike([turns for turns, _ in found])
-    counted = found[0][0].counted
-    assert counted["disk_saved_blocks"] == counted["remote_saved_blocks"] > 0
-    assert counted["disk_loaded_blocks"] == BLOCKS // BLOCK_TOKENS
-    run_ranks(some_on_disk, kind, form, "llama-gqa", *other)
-    later = run_ranks(go_on, kind, form, "llama-gqa", *other, *store)
-    check_alike(later)
-    assert later[0].said == found[0][1] and later[0].stored == BLOCKS
-    assert later[0].counted["disk_loaded_blocks"] == 1
-    assert later[0].counted["remote_loaded_blocks"] == BLOCKS // BLOCK_TOKENS - 1
-
-
 # -- faults of one rank's part -------------------------------------------------------------------
-
-
-class Faulty:
-    """A back end that does what a test says instead of what it is asked for."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-        self.instead: dict[str, Callable[..., Any]] = {}
-
-    def exists(self, keys: Sequence[str]) -> Any:
-        return self.instead.get("exists", self._inner.exists)(keys)
-
-    def get(self, keys: Sequence[str], frames: Sequence[int]) -> Any:
-        return self.instead.get("get", self._inner.get)(keys, frames)
-
-    def put(self, keys: Sequence[str], frames: Sequence[int]) -> Any:
-        return self.instead.get("put", self._inner.put)(keys, frames)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
 
 def raising(*_: Any) -> Any:
@@ -201,14 +175,12 @@ def meet_faults(
     rank: int, port: int, kind: str, shared: str
 ) -> tuple[dict[str, Turns], dict[str, Any]]:
     """Turns by the fault that came between them, and what /server_info shows then."""
-    from sglang_hc.srt.arguments import storage_backends
     from sglang_hc.store.disk.format import part_of
 
-    opened = storage_backends.open_remote
-    storage_backends.open_remote = lambda *args: Faulty(opened(*args))
     core = engine(rank, port, kind, "hidden:2,kv:2", "llama-gqa", *in_store(shared))
     blocks = core.tree.tiers.disk._io
     store = blocks._store._inner
+    backend = store._backend
     first = part_of(core.tree.tiers.host.tree.fingerprint, f"{kind}2-0")
     is_hit = rank == HIT_BY
 
@@ -221,11 +193,13 @@ def meet_faults(
         return between
 
     def instead(**calls: Callable[..., Any]) -> None:
-        store._backend.instead = calls if is_hit else {}
+        """What the back end does instead of what it is asked for."""
+        vars(backend).update(calls if is_hit else {})
 
     def well() -> None:
         """Pauses are over, and what was done instead."""
-        store._backend.instead = {}
+        for name in ("exists", "get", "put"):
+            vars(backend).pop(name, None)
         blocks._reading.succeeded()
         blocks._saving.succeeded()
 
@@ -240,7 +214,7 @@ def meet_faults(
     instead(put=raising)
     found["unwritable"] = talk(core, "unwritable", on_it(lambda: None))
     well()
-    slow = store._backend._inner.get
+    slow = backend.get
     late = on_it(lambda: instead(get=lambda *args: (time.sleep(0.5), slow(*args))[1]))
     found["slow"] = talk(core, "slow", late)
     well()

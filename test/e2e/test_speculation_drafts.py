@@ -171,10 +171,10 @@ def anew(speculation: tuple[str, ...], history: list[int]) -> tuple[Told, list[l
     ("algorithm", "shape", "form", "spoil"),
     [
         ("EAGLE", "tree", "kv:4", False),
+        ("STANDALONE", "tree", "hidden:4", False),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                ("STANDALONE", "tree", "hidden:4", False),
                 ("EAGLE3", "chain", "hidden:2,kv:2", False),
                 ("EAGLE", "tree", "kv:4", True),
                 ("STANDALONE", "chain", "hidden:4", True),

@@ -60,10 +60,6 @@ def refusal(argv: tuple[str, ...]) -> tuple[object, str]:
             ("--tp-size", "2", "--enable-attn-tp-input-scattered"),
             ("--enable-attn-tp-input-scattered", "--hc-disable"),
         ),
-        (
-            ("--pp-size", "2", "--tp-size", "2", "--dp-size", "2"),
-            ("--dp-size", "--tp-size", "--pp-size", "--hc-disable"),
-        ),
         (("--pp-size", "2", "--nnodes", "2"), ("--nnodes", "--pp-size", "--hc-disable")),
         (("--pp-size", "2", "--hc-overflow", "reembed"), ("--hc-overflow reembed", "--pp-size")),
         (("--pp-size", "2", "--hc-exact"), ("--hc-exact", "--pp-size", "--hc-disable")),
@@ -76,7 +72,6 @@ def refusal(argv: tuple[str, ...]) -> tuple[object, str]:
             ("--pp-size", "2", "--enable-dynamic-chunking"),
             ("--enable-dynamic-chunking", "--hc-disable"),
         ),
-        (("--pp-size", "2", "--speculative-algorithm", "EAGLE"), ("-algorithm with --pp-size",)),
         (("--speculative-algorithm", "DFLASH"), ("algorithm DFLASH", "--hc-disable")),
         (("--speculative-algorithm", "NGRAM"), ("algorithm NGRAM", "needs a GPU")),
         (

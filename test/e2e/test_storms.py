@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -30,7 +29,6 @@ pytestmark = pytest.mark.long
 
 QUICK = range(14)
 NIGHTLY, TOGETHER = 1000, 20
-ONE = ("--max-running-requests", "1")
 
 
 @pytest.fixture(scope="module")
@@ -135,45 +133,3 @@ def test_a_storm_is_the_same_each_time(oracle: Oracle) -> None:
     """To the pass."""
     first, second = (storms.run(storm_of(QUICK[0]), oracle) for _ in range(2))
     assert first.counts == second.counts
-
-
-# -- what storms have found -----------------------------------------------------------------------
-
-
-def test_adapters_that_were_trained_again(oracle: Oracle) -> None:
-    """Their files are other ones at the same paths when the server starts again."""
-
-    def engine(version: int) -> Engine:
-        return Engine("kv", disk=True, adapters={"a": version, "b": 0})
-
-    def asked(client: str) -> tuple[storm_actions.Action, ...]:
-        return tuple(
-            Send(f"{client} {name}", talk=1, turn=1, adapter=name) for name in (None, "a", "b")
-        )
-
-    saved = (*asked("first"), Drain(settle=True), Restart(engine(1)))
-    report = storms.run(Storm(engine(0), (*saved, *asked("second"), Drain())), oracle)
-    assert report.wrong == []
-    assert report.counts["stored tokens"] > 0, "what did not change is used"
-
-
-@pytest.mark.parametrize("plan", ["hidden", "hidden:2,kv:2"])
-def test_a_client_that_stops_and_sends_something_else(oracle: Oracle, plan: str) -> None:
-    """Under the same id, while its first request runs for a pass more."""
-    first = Send("a", talk=7, turn=1, voice="own", new=24, top=False)
-    edited = replace(first, edit=1, new=18)
-    stopped = (first, Run(6), Abort("a"), edited, Run(2), Drain(), Evict())
-    asked = (replace(first, client="b", new=18), replace(first, client="c", turn=2, new=18))
-    engine = Engine(plan, disk=True, chunk=128, flags=("--schedule-policy", "lpm"))
-    report = storms.run(Storm(engine, (*stopped, *asked, Drain()), seed=9), oracle)
-    assert report.wrong == []
-    assert report.counts["restored tokens"] > 0
-
-
-@pytest.mark.parametrize("plan", ["hidden", "kv"])
-def test_two_requests_with_one_id(oracle: Oracle, plan: str) -> None:
-    """Several tokenizer processes let them in."""
-    first, engine = Send("a", talk=4, turn=1, new=24), Engine(plan, flags=ONE)
-    both = (first, replace(first, edit=1), Run(8), replace(first, talk=5), Drain(settle=True))
-    report = storms.run(Storm(engine, (*both, Evict(), first, Drain())), oracle)
-    assert report.wrong == []

@@ -3,19 +3,17 @@ scheduler; what the tests of meetings share."""
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.correction import Resource
 from sglang_hc.store.outcome import Outcome
 from support import profiles
-from support.core import Core, Reply
+from support.core import Core
 from support.prompts import on_disk
 
 FLAGS = (
@@ -29,8 +27,12 @@ BLOCKS = 11
 """Whole blocks of the prompt and its reply of 30 tokens, 29 of which are kept."""
 
 
-def undisturbed(form: str) -> tuple[list[int], list[int]]:
-    core = Core("--hc-forms", form, *FLAGS)
+Replies = tuple[list[int], list[int]]
+"""To both turns of the conversation."""
+
+
+def undisturbed() -> Replies:
+    core = Core("--hc-forms", "kv", *FLAGS)
     first = core.ask(PROMPT, 30).tokens
     return first, core.ask(second_turn(first), 24).tokens
 
@@ -128,13 +130,6 @@ def start(
     return core, first
 
 
-def meet(core: Core, first: list[int]) -> tuple[list[int], Reply, dict[str, int]]:
-    """The second turn, given the reply to the first: both replies, and what was counted."""
-    reply, seen = counted(core, lambda: core.ask(second_turn(first), 24))
-    assert core.scheduler.flush_cache(), "what was restored can be forgotten"
-    return first, reply, seen
-
-
 def second_turn(first: list[int]) -> list[int]:
     """The prompt of the second turn, given the reply to the first."""
     return [*PROMPT, *first, *FOLLOW]
@@ -155,47 +150,3 @@ def counted(core: Core, during: Callable[[], Any]) -> tuple[Any, dict[str, int]]
     after = core.tree.stats()
     changes = {k: v - before.get(k, 0) for k, v in after.items() if isinstance(v, int)}
     return reply, {name: change for name, change in changes.items() if change}
-
-
-def run(core: Core, each_pass: Callable[[int], None]) -> None:
-    """Run to the end; `each_pass` is told the number of each pass at its top."""
-    receive = core.scheduler.request_receiver.recv_requests
-    passes = itertools.count(1)
-
-    def received() -> list[Any]:
-        each_pass(next(passes))
-        return receive()
-
-    core.scheduler.request_receiver.recv_requests = received
-    try:
-        core.run()
-    finally:
-        core.scheduler.request_receiver.recv_requests = receive
-
-
-class Seen(NamedTuple):
-    """The second turn with a fault at `block`. read: the block was asked for."""
-
-    block: int
-    read: bool
-    reply: Reply
-    counts: dict[str, int]
-
-
-def check_moved(found: Sequence[Seen], tokens: list[int], tier: str, counter: str | None) -> None:
-    """A fault at each block has moved the meeting behind it, and was counted once.
-
-    tokens: of the reply without a fault. counter: None where reads stand still and end well.
-    """
-    for block, read, reply, counts in found:
-        assert reply.tokens == tokens, block
-        assert counts["meetings"] == 1, block
-        failures = {name: n for name, n in counts.items() if name.startswith(f"{tier}_read_")}
-        assert failures == ({f"{tier}_read_{counter}": 1} if read and counter else {}), block
-        if read:  # everything up to the end of the block is computed
-            assert reply.cached <= (BLOCKS - 1 - block) * BLOCK_TOKENS, block
-    assert [one.block for one in found] == list(reversed(range(BLOCKS)))
-    assert sum(one.read for one in found) >= BLOCKS - 2
-    if counter is not None:  # a source that stands still has all that was asked for with it
-        restored = any(one.reply.cached > 0 for one in found if one.read)
-        assert restored, "what lies behind is restored"

@@ -1,4 +1,4 @@
-"""Prompts of tests, and flags of what keeps them below host memory."""
+"""Prompts of tests, and flags of engines and of what keeps prompts below host memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ def prompt(seed: int | str, length: int) -> list[int]:
     """Token ids (length,), the same for the same seed."""
     rng = random.Random(seed)
     return [rng.randrange(3, 900) for _ in range(length)]
+
+
+SMALL = ("--max-total-tokens", "640", "--dtype", "float32", "--hc-host-size-gb", "0.2")
+"""Flags of an engine whose device is soon full, and its host memory is not. Where a flag is given
+twice the last one counts."""
 
 
 def on_disk(folder: object) -> tuple[str, ...]:

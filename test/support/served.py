@@ -14,6 +14,7 @@ import pytest
 from benchmark.harness.server import ServerProcess
 from support.core import MODELS
 from support.profiles import FREE_LOADING
+from support.prompts import prompt
 from support.waiting import HANGS_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,6 +110,26 @@ def ask_replica(
     """24 greedy tokens of one replica, and where the prompt came from."""
     reply = ask(server, tokens, 24, routed_dp_rank=replica)
     return reply["output_ids"], reply["meta_info"]["cached_tokens_details"] or {}
+
+
+def replicas_remember(server: ServerProcess) -> tuple[list[list[int]], list[list[int]]]:
+    """A conversation of each of two replicas leaves its device and comes back from host memory as
+    if it had not. Returns their histories, and the replies to these."""
+    histories, kept = [], []
+    for replica in (0, 1):
+        tokens = prompt(replica, 300)
+        histories.append(tokens + ask_replica(server, tokens, replica)[0])
+        wanted, found = ask_replica(server, histories[-1], replica)
+        assert found.get("device", 0) > 300
+        kept.append(wanted)
+    for replica in (0, 1):
+        for seed in range(10, 16):
+            ask_replica(server, prompt(seed, 300), replica)
+    for replica, history in enumerate(histories):
+        tokens, found = ask_replica(server, history, replica)
+        assert tokens == kept[replica], "the tokens of a replica that never forgot"
+        assert found.get("device", 0) == 0 and found.get("host", 0) > 300
+    return histories, kept
 
 
 def replicas(server: ServerProcess) -> list[dict[str, Any]]:

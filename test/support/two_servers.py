@@ -25,9 +25,9 @@ def history(first: list[int]) -> list[int]:
     return [*PROMPT, *first, *FOLLOW]
 
 
-def both_turns(form: str) -> tuple[list[int], list[int]]:
+def both_turns() -> tuple[list[int], list[int]]:
     """Replies of a server that never stopped and never evicted."""
-    core = server(form)
+    core = server("kv")
     first = core.ask(PROMPT, 60).tokens
     return first, core.ask(history(first), 24).tokens
 

@@ -4,6 +4,9 @@ workers: status 400 or an answer, and the next request is served."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -13,7 +16,9 @@ import pytest
 
 from benchmark.harness.server import ServerProcess
 from support import served
+from support.core import MODELS
 from support.hostile import HOSTILE, Hostile
+from support.profiles import FREE_LOADING
 from support.waiting import HANGS_S
 
 pytestmark = pytest.mark.server
@@ -66,4 +71,38 @@ def test_no_value_ends_the_server(models: None, tmp_path: Path) -> None:
             assert "pins" in served.get(server, "/hc/pins")
         numbers = served.numbers(server)
     assert wrong == []
+    assert "guarded_errors" not in numbers and "refused_requests" not in numbers
+
+
+# -- an engine in a program of its own -----------------------------------------------------------
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_an_engine_has_the_tiers_and_no_value_ends_it(models: None, tmp_path: Path) -> None:
+    """It takes its options from the environment. State comes back, and each value that comes by its
+    Python entrance or by the calls of native gRPC is refused with a sentence or served."""
+    options = {"forms": "kv", "host_size_gb": 0.2, "profile": str(FREE_LOADING)}
+    options |= {"disk": [f"{tmp_path / 'disk'}:0.1"]}
+    options |= {"overflow": "recompute", "overflow_reserve": 64}
+    env = {**os.environ, "SGLANG_HC_CONFIG": json.dumps(options), "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), str(ROOT / "test")])
+    done = subprocess.run(
+        [sys.executable, "-m", "support.hostile_engine", str(MODELS / "llama-mha")],
+        env=env, capture_output=True, text=True, timeout=HANGS_S, check=False,
+    )  # fmt: skip
+    said = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert len(said) == 1, done.stdout[-2000:] + done.stderr[-6000:]
+    found = json.loads(said[0].removeprefix("RESULT "))
+    first, again = found["replies"]
+    assert first == again
+    assert (found["found"]["device"], found["found"]["host"]) == (0, 199)
+    # Both prompts of the batch are cut, and the caller's list, which they are, stays as it is.
+    assert found["cuts"] == [[64, 256], [64, 256]] and found["history"] == 700
+    assert found["wrong"] == []
+    for entrance in ("Engine.generate", "gRPC"):
+        assert found["counted"][f"{entrance} refused"] > 50
+        assert found["counted"][f"{entrance} served"] >= 4
+    numbers = found["numbers"]
+    assert numbers["kept_tokens"] > 0
     assert "guarded_errors" not in numbers and "refused_requests" not in numbers
