@@ -6,6 +6,8 @@ from pathlib import Path
 
 from sglang_hc.store.block import Block
 from sglang_hc.store.disk import DiskStore
+from sglang_hc.store.disk.erasing import Erased
+from sglang_hc.tree.forgetting import Forgetting
 from support.disk_store import is_served
 
 
@@ -21,6 +23,14 @@ def traces(folder: Path, blocks: list[Block], label: str) -> list[str]:
         content = path.read_bytes()
         found += [f"{path.name}: {needle!r}" for needle in needles if needle in content]
     return found
+
+
+def erase(store: DiskStore, what: Forgetting | None) -> Erased:
+    """The blocks of some namespaces, or every block for None."""
+    if what is not None:
+        return store.erase(what)
+    store.forget_all()
+    return store.erase_all()
 
 
 def check_kept(store: DiskStore, blocks: list[Block]) -> None:

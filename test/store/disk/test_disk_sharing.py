@@ -6,9 +6,6 @@ A hook of the backend does what another thread or server does at the worst momen
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,21 +40,18 @@ NAMES = [block.block_id for block in BLOCKS]
 
 
 @pytest.fixture
-def faults() -> Faults:
-    return Faults()
+def other(scratch: Path) -> DiskStore:
+    return open_store(scratch)
 
 
 @pytest.fixture
-def pair(scratch: Path, faults: Faults) -> Iterator[tuple[DiskStore, DiskStore]]:
-    """Two servers that know each other; the faults are the first one's."""
+def one(scratch: Path, faults: Faults, other: DiskStore) -> Iterator[DiskStore]:
+    """A server that knows the other one; the faults are its own."""
     one = open_store(scratch, backend=FaultyBackend(faults))
-    other = open_store(scratch)
     one.tick()
     other.tick()
-    yield one, other
+    yield one
     check_ledgers(one)
-    for store in (one, other):
-        store.close()
 
 
 def once(action: Callable[[], object]) -> Callable[[str], None]:
@@ -72,8 +66,7 @@ def once(action: Callable[[], object]) -> Callable[[str], None]:
     return hook
 
 
-def test_each_finds_what_the_other_stored(pair: tuple[DiskStore, DiskStore]) -> None:
-    one, other = pair
+def test_each_finds_what_the_other_stored(one: DiskStore, other: DiskStore) -> None:
     assert one.take_changes() == []
     put(other, BLOCKS)
     assert one.contains(NAMES) == 0 and not one.find(bytes(16))
@@ -83,18 +76,14 @@ def test_each_finds_what_the_other_stored(pair: tuple[DiskStore, DiskStore]) -> 
     assert one.contains(NAMES) == 6 and sorted(one.take_changes()) == sorted(NAMES[1:])
     assert all(is_served(one, block) for block in BLOCKS)
     assert put(one, BLOCKS) == [Outcome.DUPLICATE] * 6
+    (late,) = make_path(1, seed=1)
+    put(other, [late])
+    assert not one.contains([late.block_id])
+    assert put(one, [late]) == [Outcome.DUPLICATE], "a write looks"
     remove(one, NAMES[3:])
     assert other.contains(NAMES) == 6
     other.directories[0].find_others()
     assert other.contains(NAMES) == 3
-
-
-def test_a_write_looks_whether_another_server_has_the_block(
-    pair: tuple[DiskStore, DiskStore],
-) -> None:
-    one, other = pair
-    put(other, BLOCKS)
-    assert put(one, BLOCKS) == [Outcome.DUPLICATE] * 6 and one.contains(NAMES) == 6
 
 
 def test_who_is_alone_asks_nobody(scratch: Path) -> None:
@@ -105,14 +94,12 @@ def test_who_is_alone_asks_nobody(scratch: Path) -> None:
     store = open_store(scratch, backend=FaultyBackend(faults))
     faults.on_stat = asked.append
     assert not store.find(bytes(16)) and not store.shared_with and not asked
-    store.close()
 
 
 def test_two_servers_write_a_block_at_once(
-    pair: tuple[DiskStore, DiskStore], faults: Faults, scratch: Path
+    one: DiskStore, other: DiskStore, faults: Faults, scratch: Path
 ) -> None:
     """One file takes the place of the other, and is counted once."""
-    one, other = pair
     faults.on_write = once(lambda: put(other, BLOCKS[:1]))
     assert put(one, BLOCKS[:1]) == [Outcome.OK]
     assert file_bytes(scratch) == FILE
@@ -121,9 +108,8 @@ def test_two_servers_write_a_block_at_once(
 
 
 def test_the_other_evicts_while_a_block_is_read(
-    pair: tuple[DiskStore, DiskStore], faults: Faults
+    one: DiskStore, other: DiskStore, faults: Faults
 ) -> None:
-    one, other = pair
     put(one, BLOCKS)
     other.directories[0].find_others()
     faults.on_read = once(lambda: remove(other, NAMES[:1]))
@@ -138,10 +124,9 @@ def test_the_other_evicts_while_a_block_is_read(
 
 
 def test_a_block_is_not_found_again_by_who_asked_before_a_clear(
-    pair: tuple[DiskStore, DiskStore], faults: Faults
+    one: DiskStore, other: DiskStore, faults: Faults
 ) -> None:
     """The answer of the disk was from before."""
-    one, other = pair
     put(other, BLOCKS)
     faults.on_stat = once(one.forget_all)
     assert not one.find(NAMES[0]) and one.contains(NAMES) == 0
@@ -154,9 +139,8 @@ def test_a_block_is_not_found_again_by_who_asked_before_a_clear(
 
 
 def test_a_whole_clear_while_the_disk_is_asked(
-    pair: tuple[DiskStore, DiskStore], faults: Faults
+    one: DiskStore, other: DiskStore, faults: Faults
 ) -> None:
-    one, other = pair
     put(other, BLOCKS)
 
     class Late(FaultyBackend):
@@ -173,9 +157,8 @@ def test_a_whole_clear_while_the_disk_is_asked(
 
 
 def test_a_use_that_is_noted_does_not_bring_a_cleared_block_back(
-    pair: tuple[DiskStore, DiskStore], faults: Faults
+    one: DiskStore, faults: Faults
 ) -> None:
-    one, _ = pair
     put(one, BLOCKS)
     one.directories[0].clock = Clock(4e9)
     one.touch(NAMES)
@@ -184,12 +167,11 @@ def test_a_use_that_is_noted_does_not_bring_a_cleared_block_back(
     assert one.contains(NAMES) == 0 and len(one) == 0
 
 
-def test_learning_uses_does_not_bring_a_block_back(scratch: Path) -> None:
+def test_learning_uses_does_not_bring_a_block_back(scratch: Path, faults: Faults) -> None:
     store = open_store(scratch)
     put(store, BLOCKS)
     store.close()
     clock = Clock(1e9)  # all uses are to come: each is put right on the disk
-    faults = Faults()
     store = open_store(scratch, backend=FaultyBackend(faults), clock=clock)
     faults.on_note = once(lambda: remove(store, NAMES[:3]))
     store.directories[0].learn_uses()
@@ -199,7 +181,6 @@ def test_learning_uses_does_not_bring_a_block_back(scratch: Path) -> None:
     store = open_store(scratch, backend=FaultyBackend(faults), clock=lambda: 5e8)
     store.directories[0].learn_uses()
     assert sorted(store.block_ids()) == sorted(NAMES[3:])
-    store.close()
 
 
 # -- who is there ---------------------------------------------------------------------------------
@@ -249,7 +230,6 @@ def test_what_a_server_stored_that_left_is_found_when_a_look_is_due(scratch: Pat
     clock.pass_time(1.0 / FIND_SHARE)
     one.tick()
     assert one.contains(NAMES) == 6
-    one.close()
 
 
 def test_what_a_dead_server_was_writing_is_removed(scratch: Path) -> None:
@@ -273,7 +253,6 @@ def test_what_a_dead_server_was_writing_is_removed(scratch: Path) -> None:
         assert store.directories[0].ledger.used == FILE, "what is being written counts"
     Path(mine).unlink()
     (root / NEW / "folder").rmdir()
-    store.close()
 
 
 def test_a_ledger_that_says_nothing_is_counted_anew(scratch: Path) -> None:
@@ -285,75 +264,17 @@ def test_a_ledger_that_says_nothing_is_counted_anew(scratch: Path) -> None:
         assert put(store, [extra]) == [Outcome.OK]
         check_ledgers(store)
         remove(store, [extra.block_id])
-    store.close()
 
 
 # -- a server that stands still ------------------------------------------------------------------
-
-STOPPED = """
-import os, signal, sys
-from pathlib import Path
-from support.disk_store import Faults, FaultyBackend, make_path, open_store, put
-
-def stop(path):
-    faults.on_create = lambda path: None
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-faults = Faults(on_create=stop)  # a file is made while the lock is held
-store = open_store(Path(sys.argv[1]), backend=FaultyBackend(faults))
-(outcome,) = put(store, make_path(1))
-print(outcome.value, flush=True)
-store.close()
-"""
-
-
-def stopped_server(folder: Path) -> subprocess.Popen[str]:
-    """A server that stands still while it holds the directory's lock."""
-    server = subprocess.Popen(
-        [sys.executable, "-c", STOPPED, str(folder)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    _, status = os.waitpid(server.pid, os.WUNTRACED)
-    assert os.WIFSTOPPED(status)
-    return server
 
 
 def test_a_server_that_is_stopped_with_the_lock_holds_up_nobody_for_ever(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others read on and fail to write, which is counted; who starts is told why it cannot; and
-    the stopped one goes on where it was."""
-    one = open_store(scratch)
-    threads = DiskThreads(one, HostPool(LAYOUT, 2), Counter())
-    put(one, BLOCKS[1:2])
-    server = stopped_server(scratch)
-    try:
-        monkeypatch.setattr(sharing, "LOCK_S", 0.1)
-        threads.write(1, BLOCKS[2], 0, in_time())
-        done: list[BlockDone] = []
-        until(lambda: done, lambda: done.extend(threads.poll()))
-        assert [answer.outcome for answer in done] == [Outcome.IO_ERROR]
-        assert is_served(one, BLOCKS[1])
-        one.tick()
-        assert one.counters()["maintenance_errors"] == 1
-        with pytest.raises(DirectoryError, match=r"does not give its lock back\); end the"):
-            open_store(scratch)
-    finally:
-        server.send_signal(signal.SIGCONT)
-    said, _ = server.communicate(timeout=HANGS_S)
-    assert said == "ok\n" and one.directories[0].find(BLOCKS[0].block_id)
-    assert put(one, BLOCKS[2:3]) == [Outcome.OK]
-    check_ledgers(one)
-    threads.close()
-
-
-def test_writes_that_wait_for_the_lock_do_not_look_like_a_disk_that_hangs(
-    scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second one waited for the first one and then as long again, and reads of the directory
-    went out of use with both."""
+    """Others read on and fail to write, which is counted; who starts is told why it cannot. Writes
+    that wait do not look like a disk that hangs: the second one waited for the first one and then
+    as long again, and reads of the directory went out of use with both."""
     assert PATIENCE.silent_s > 2 * sharing.LOCK_S
     limit = 1.0
     monkeypatch.setattr(sharing, "LOCK_S", limit)
@@ -371,7 +292,13 @@ def test_writes_that_wait_for_the_lock_do_not_look_like_a_disk_that_hangs(
         threads.read(99, NAMES[0], 0, in_time())
         until(lambda: len(done) == 2 * WRITE_THREADS + 1, lambda: done.extend(threads.poll()))
         assert threads.counts["disk_directory_hangs"] == 0
+        one.tick()
+        assert one.counters()["maintenance_errors"] == 1
+        with pytest.raises(DirectoryError, match=r"does not give its lock back\); end the"):
+            open_store(scratch)
     ended = {answer.ticket: answer.outcome for answer in done}
     assert ended.pop(99) is Outcome.OK and set(ended.values()) == {Outcome.IO_ERROR}
+    assert put(one, BLOCKS[1:2]) == [Outcome.OK]
+    check_ledgers(one)
     ledger.close()
     threads.close()
