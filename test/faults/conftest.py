@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-from support.disk_store import MEMORY
+from support.scratch import faults, nothing_stays_open, scratch
+
+__all__ = ["faults", "nothing_stays_open", "scratch"]
 
 COUNTED = pytest.StashKey[list[str]]()
 
@@ -27,10 +27,3 @@ def pytest_terminal_summary(
         terminalreporter.section("counted")
     for line in lines:
         terminalreporter.write_line(line)
-
-
-@pytest.fixture
-def scratch() -> Iterator[Path]:
-    """A folder in memory where there is one: these tests need no real sync."""
-    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
-        yield Path(folder)

@@ -14,7 +14,6 @@ from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.forgetting import Forgetting
 from support.disk_process import run_child
 from support.disk_store import (
-    EIO,
     FILE,
     Faults,
     FaultyBackend,
@@ -30,11 +29,6 @@ from support.erased import check_kept, names, traces
 from support.waiting import HANGS_S, until
 
 ACME, OTHER = Forgetting("acme"), "other tenant"
-
-
-@pytest.fixture
-def faults() -> Faults:
-    return Faults()
 
 
 # -- trouble --------------------------------------------------------------------------------------
@@ -63,20 +57,6 @@ def test_a_disk_that_fails_is_said_and_asked_again(
     assert traces(scratch, mine, "acme") == []
     assert put(store, mine) == [Outcome.OK] * 4
     check_ledgers(store)
-    store.close()
-
-
-def test_what_cannot_be_read_goes_too(scratch: Path, faults: Faults) -> None:
-    """Else one bad sector would keep every tenant's blocks for ever."""
-    store = open_store(scratch, backend=FaultyBackend(faults))
-    mine, others = make_path(4, 1, "acme"), make_path(4, 2, OTHER)
-    put(store, mine + others)
-    faults.on_read = only_in(others[0].block_id.hex(), EIO)
-    assert store.erase(ACME) == Erased(5, True)
-    faults.on_read = nothing
-    check_kept(store, others[1:])
-    assert store.contains(names(others)) == 0
-    store.close()
 
 
 @pytest.mark.parametrize("what", [None, ACME])
@@ -97,7 +77,6 @@ def test_a_directory_that_hangs_is_not_asked(
     bad.note_hang(False)
     assert store.erase(what) == Erased(len(set(asked)), True)
     assert traces(folders[0], mine, "acme") == []
-    store.close()
 
 
 # -- others at work -------------------------------------------------------------------------------
@@ -136,8 +115,6 @@ def test_clears_beside_threads_that_write_read_and_find(scratch: Path) -> None:
     assert not wrong
     assert store.erase(None).complete and len(store) == 0
     check_ledgers(store)
-    for one in stores:
-        one.close()
 
 
 # -- kills ----------------------------------------------------------------------------------------
@@ -165,20 +142,3 @@ def test_killed_between_the_steps_nothing_is_left_that_counts_for_ever(
     assert store.erase(None if what == "clear" else ACME).complete
     assert traces(scratch, mine, "acme") == []
     check_ledgers(store)
-    store.close()
-
-
-def test_killed_after_the_answer_nothing_is_found(scratch: Path) -> None:
-    mine, others = make_path(100, 1, "acme"), make_path(100, 2, OTHER)
-    store = open_store(scratch, size=400 * FILE)
-    put(store, mine + others)
-    store.close()
-    child = run_child("erase", str(scratch), "forget", "none")
-    assert child.stdout is not None and child.stdout.readline() == "100 True\n"
-    child.kill()
-    child.wait()
-    assert traces(scratch, mine, "acme") == []
-    store = open_store(scratch, size=400 * FILE)
-    assert not set(names(mine)) & set(store.block_ids())
-    check_kept(store, others)
-    store.close()

@@ -132,25 +132,3 @@ def test_servers_are_killed_and_the_others_go_on(
 @pytest.mark.slow
 def test_two_hundred_kills_of_servers(scratch: Path, tell: Callable[[str], None]) -> None:
     tell(kill_often(scratch, 200, seed=2))
-
-
-def test_each_finds_what_the_other_stored(scratch: Path) -> None:
-    """Before the other ends, and after it was killed."""
-    child = start(scratch, 1)
-    wait_until_it_serves(child)
-    store = open_store(scratch, size=BUDGET * FILE, backend=BUFFERED)
-    assert store.shared_with
-    paths = [make_path(1, seed=seed)[0] for seed in range(PATHS)]
-    found: set[bytes] = set()
-
-    def look() -> None:
-        for block in paths:
-            if store.find(block.block_id) and is_served(store, block):
-                found.add(block.block_id)
-
-    until(lambda: len(found) > PATHS // 2, look)
-    kill(child)
-    store.tick()
-    assert not store.shared_with and len(store) > 0
-    check_all(store, scratch)
-    store.close()

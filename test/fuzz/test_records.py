@@ -22,6 +22,7 @@ from sglang_hc.tiers.trace import Recorder
 from sglang_hc.tools.workloads.reading import Timing, read_trace
 from sglang_hc.tools.workloads.traces import TraceError
 from sglang_hc.tree.identity import Prefix, pack_tokens
+from support.json_values import json_values
 
 HEADER = {"trace": "sglang-hc", "version": 2, "host_slots": 4, "slot_bytes": 1, "page_size": 1,
           "layer_plan": "kv:4", "eviction": "queue", "prefetch": "queue"}  # fmt: skip
@@ -30,11 +31,7 @@ ODD = st.sampled_from(
      {}, {"0": [0]}, {"x": 1}]
 )  # fmt: skip
 REQUESTS = 12
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner),
-    max_leaves=8,
-)
+JSON = json_values(st.text(max_size=9))
 
 
 @cache

@@ -20,13 +20,10 @@ from sglang_hc.srt.requests import entrance
 from sglang_hc.srt.requests.overflow import accept_cut, dropped_of, earlier_of, read_field
 from sglang_hc.srt.requests.pins import pin_request_of, read_pin_request
 from support.hostile import HOSTILE, deep
+from support.json_values import json_values
 
 TEXT = st.text(max_size=30) | st.text(st.characters(categories=["Cs"]), min_size=1, max_size=2)
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
-    max_leaves=8,
-)
+JSON = json_values(TEXT)
 NAMES = [*entrance.NAMES, *entrance.OWN_FIELDS, "session_params", "sampling_params"]
 CUSTOM = st.dictionaries(st.sampled_from(["hc_pin", "hc_overflow", "hc_cut", "x"]), JSON)
 

@@ -48,9 +48,7 @@ def host_only(cost: CostModel) -> CostModel:
 
 
 def best(cost: CostModel, plan: LayerPlan, history: int, new: int, recompute: bool):
-    return plan_restore(
-        cost, plan, history, context=0, new=new, allow_recompute=recompute,
-    )  # fmt: skip
+    return plan_restore(cost, plan, history, context=0, new=new, allow_recompute=recompute)
 
 
 NOISE = 1.1

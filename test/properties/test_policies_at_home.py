@@ -7,6 +7,7 @@ the same order, after every step.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -16,10 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.eviction import POLICIES
 from support.examples import examples
 from support.rates import ConstantRates, UnknownCosts
-from support.subjects import SUBJECTS, ServerSubject, SimulatorSubject, Subject
+from support.subjects import SUBJECTS, Subject
 
 Make = Callable[..., Subject]
 
@@ -32,22 +32,6 @@ def make(request: pytest.FixtureRequest) -> Make:
     return build
 
 
-def wait(subject: Subject, *words: str) -> None:
-    for word in words:
-        subject.enqueue(word)
-    subject.look()
-
-
-def leaves_first(subject: Subject, host_slots: int = 4) -> list[str]:
-    """Words in the order in which newcomers push them out."""
-    order = []
-    for number in range(host_slots):
-        before = subject.in_host()
-        subject.serve("0123456789"[number])
-        order += sorted(before - subject.in_host(), key=len, reverse=True)
-    return order
-
-
 def test_everything_is_written_once_and_found(make: Make) -> None:
     subject = make()
     assert [subject.serve("ab"), subject.serve("ac"), subject.serve("ab")] == [0, 1, 2]
@@ -57,30 +41,17 @@ def test_everything_is_written_once_and_found(make: Make) -> None:
 # -- eviction -------------------------------------------------------------------------------------
 
 
-def test_what_the_window_needs_is_exempt(make: Make) -> None:
-    subject = make()
-    for word in "abcd":
-        subject.serve(word)
-    wait(subject, "a", "c")  # the two oldest but one, and b and d are younger
-    assert leaves_first(subject)[:2] == ["b", "d"]
-
-
-def test_when_all_is_needed_what_is_needed_last_goes_first(make: Make) -> None:
-    # AttentionStore figure 9. A newcomer nobody waits for would leave first, so it waits too.
-    subject = make()
-    for word in "abcd":
-        subject.serve(word)
-    wait(subject, "x", "c", "a", "d", "b")
-    subject.admit()
-    assert subject.in_host() == {"x", "c", "a", "d"}
-
-
 def test_outside_the_window_age_decides(make: Make) -> None:
     subject = make()
     for word in "abcd":
         subject.serve(word)
     subject.serve("b")
-    assert leaves_first(subject) == ["a", "c", "d", "b"]
+    left = []
+    for newcomer in "0123":
+        before = subject.in_host()
+        subject.serve(newcomer)
+        left += before - subject.in_host()
+    assert left == ["a", "c", "d", "b"]
 
 
 @pytest.mark.parametrize(("eviction", "stays"), [("lru", False), ("queue", True)])
@@ -88,75 +59,6 @@ def test_over_a_loop_that_does_not_fit_a_part_stays(make: Make, eviction: str, s
     subject = make(eviction)
     hits = [sum(subject.serve(word) for word in "abcdef") for _ in range(30)]
     assert (sum(hits[-10:]) >= 20) is stays  # 30 to 40 is the best that 4 slots for 6 can do
-
-
-def test_a_shared_block_counts_with_its_earliest_use(make: Make) -> None:
-    subject = make()
-    subject.serve("sa")
-    subject.serve("sb")
-    subject.serve("c")
-    wait(subject, "x", "sa", "c", "sb")
-    subject.admit()
-    assert subject.in_host() == {"s", "sa", "c", "x"}
-    wait(subject)
-    subject.admit()
-    assert subject.in_host() >= {"s", "sa", "c"}
-
-
-def test_a_conversation_leaves_from_its_end(make: Make) -> None:
-    subject = make(host_slots=5)
-    subject.serve("abc")
-    subject.serve("xy")
-    assert leaves_first(subject, 5)[:3] == ["abc", "ab", "a"]
-
-
-@pytest.mark.parametrize(
-    ("eviction", "order"),
-    [
-        ("lru", ["c", "d", "a", "b"]),
-        ("queue", ["c", "d", "a", "b"]),
-    ],
-)
-def test_what_leaves_first_without_a_queue(make: Make, eviction: str, order: list[str]) -> None:
-    subject = make(eviction)
-    for word in ("a", "b", "c", "d", "a", "a", "b"):
-        subject.serve(word)
-    got = []
-    for newcomer in "wxyz":
-        before = subject.in_host()
-        subject.serve(newcomer)
-        got += sorted(before - subject.in_host())
-    assert got == order
-
-
-def test_lru_does_not_look_at_the_queue(make: Make) -> None:
-    subject = make("lru")
-    for word in "abcd":
-        subject.serve(word)
-    wait(subject, "a", "b")
-    subject.serve("e")
-    assert "a" not in subject.in_host()
-
-
-def test_an_abort_ends_the_exemption(make: Make) -> None:
-    subject = make()
-    for word in "abcd":
-        subject.serve(word)
-    wait(subject, "a", "b")
-    subject.abort("a")
-    subject.serve("e")
-    assert subject.in_host() == {"b", "c", "d", "e"}
-
-
-def test_the_order_follows_the_queue_as_it_shrinks(make: Make) -> None:
-    subject = make()
-    for word in "abcd":
-        subject.serve(word)
-    wait(subject, "a", "b", "c", "d")
-    assert subject.admit() == 1
-    subject.look()
-    subject.serve("e")  # a is needed no more; of b, c, d all are
-    assert subject.in_host() == {"b", "c", "d", "e"}
 
 
 # -- prefetch -------------------------------------------------------------------------------------
@@ -173,16 +75,6 @@ def on_disk_only(make: Make, prefetch: str, *words: str, host_slots: int = 4) ->
     return subject
 
 
-def test_blocks_come_in_queue_order(make: Make) -> None:
-    subject = on_disk_only(make, "queue", "a", "b", "c")
-    for word in "cab":
-        subject.enqueue(word)
-    assert subject.look() == ["c", "a", "b"]
-    subject.arrive_all()
-    assert subject.in_host() >= {"a", "b", "c"}
-    assert [subject.admit() for _ in "cab"] == [1, 1, 1]
-
-
 def test_a_path_comes_from_its_start_and_only_what_is_missing(make: Make) -> None:
     subject = on_disk_only(make, "queue", "abc", host_slots=6)
     subject.serve("a")
@@ -190,18 +82,6 @@ def test_a_path_comes_from_its_start_and_only_what_is_missing(make: Make) -> Non
     assert subject.look() == ["ab", "abc"]
     subject.arrive_all()
     assert subject.admit() == 3
-
-
-def test_a_shared_block_comes_once(make: Make) -> None:
-    subject = on_disk_only(make, "queue", "sa", "sb", host_slots=6)
-    subject.enqueue("sa")
-    subject.enqueue("sb")
-    started = subject.look()
-    subject.arrive_all()
-    started += subject.look()
-    subject.arrive_all()
-    assert sorted(started) == ["s", "sa", "sb"]
-    assert subject.in_host() >= {"s", "sa", "sb"}
 
 
 def test_what_is_needed_sooner_does_not_make_room(make: Make) -> None:
@@ -218,89 +98,18 @@ def test_what_is_needed_sooner_does_not_make_room(make: Make) -> None:
     assert subject.in_host() == {"b", "c"}
 
 
-def test_an_aborted_request_is_not_fetched_for(make: Make) -> None:
-    subject = on_disk_only(make, "queue", "a", "b")
+@pytest.mark.parametrize("prefetch", ["queue", "on-arrival"])
+def test_an_aborted_request_is_not_fetched_for(make: Make, prefetch: str) -> None:
+    subject = on_disk_only(make, prefetch, "a", "b")
     subject.enqueue("a")
     subject.enqueue("b")
     subject.abort("a")
     assert subject.look() == ["b"]
 
 
-def test_an_abort_under_way_loses_no_slot(make: Make) -> None:
-    subject = on_disk_only(make, "queue", "ab", "c")
-    subject.enqueue("ab")
-    subject.look()
-    subject.abort("ab")
-    subject.arrive_all()
-    subject.enqueue("c")
-    subject.look()
-    subject.arrive_all()
-    assert "c" in subject.in_host()  # checks that every slot has one owner
-    assert subject.admit() == 1
-
-
-def test_on_arrival_reads_for_whoever_comes_and_off_reads_nothing(make: Make) -> None:
-    for prefetch, wanted in (("on-arrival", ["b", "a"]), ("off", [])):
-        subject = on_disk_only(make, prefetch, "a", "b")
-        subject.enqueue("b")
-        subject.enqueue("a")
-        assert subject.look() == wanted
-
-
 # -- side by side ---------------------------------------------------------------------------------
 
 WORDS = ["a", "ab", "abc", "b", "ba", "c", "cd", "cde", "e"]
-steps = st.lists(
-    st.tuples(
-        st.sampled_from(["serve", "serve", "enqueue", "admit", "abort", "look"]),
-        st.sampled_from(WORDS),
-    ),
-    max_size=60,
-)
-
-
-def step(subject: Subject, action: str, word: str) -> object:
-    waiting = word in subject.order
-    if action == "serve" and not waiting:
-        return subject.serve(word)
-    if action == "enqueue" and not waiting:
-        return subject.enqueue(word)
-    if action == "abort" and waiting:
-        return subject.abort(word)
-    if action == "admit" and subject.order:
-        return subject.admit()
-    started = subject.look()
-    subject.arrive_all()
-    return started
-
-
-@pytest.mark.parametrize("eviction", POLICIES)
-@settings(deadline=None, max_examples=examples(150))
-@given(history=steps)
-def test_both_hit_and_keep_the_same_blocks(eviction: str, history: list) -> None:
-    server, simulator = ServerSubject(eviction, "off", 5), SimulatorSubject(eviction, "off", 5)
-    for action, word in history:
-        assert step(server, action, word) == step(simulator, action, word)
-        assert server.in_host() == simulator.in_host()
-
-
-@settings(deadline=None, max_examples=examples(150))
-@given(history=steps)
-def test_needed_blocks_stay_while_others_could_leave(history: list) -> None:
-    for kind in SUBJECTS.values():
-        subject = kind("queue", "queue", 5)
-        for action, word in history:
-            subject.look()
-            needed = {w[: i + 1] for w in subject.order for i in range(len(w))}
-            before = subject.in_host()
-            step(subject, action, word)
-            lost = (before & needed) - subject.in_host()
-            # Nothing needed leaves for somebody who did not wait while anything else is there.
-            if lost and action == "serve":
-                own = {word[: end + 1] for end in range(len(word))}
-                assert subject.in_host() <= needed | own
-
-
 RATES = {
     "nothing measured": UnknownCosts(),
     "a fast disk": ConstantRates(0.1, BLOCK_TOKENS / 10),
@@ -334,6 +143,23 @@ def fetch_step(subject: Subject, action: str, word: str) -> object:
     return subject.look()
 
 
+@settings(deadline=None, max_examples=examples(150))
+@given(history=fetch_steps)
+def test_needed_blocks_stay_while_others_could_leave(history: list) -> None:
+    for kind in SUBJECTS.values():
+        subject = kind("queue", "queue", 5)
+        for action, word in history:
+            subject.look()
+            needed = {w[: i + 1] for w in subject.order for i in range(len(w))}
+            before = subject.in_host()
+            fetch_step(subject, action, word)
+            lost = (before & needed) - subject.in_host()
+            # Nothing needed leaves for somebody who did not wait while anything else is there.
+            if lost and action == "serve":
+                own = {word[: end + 1] for end in range(len(word))}
+                assert subject.in_host() <= needed | own
+
+
 def run_both(rates: str, eviction: str, prefetch: str, history: list) -> Counter[str]:
     """The same history on both, equal after every step. Returns what the prefetchers counted."""
     server, simulator = (kind(eviction, prefetch, 4, RATES[rates]) for kind in SUBJECTS.values())
@@ -349,20 +175,13 @@ def run_both(rates: str, eviction: str, prefetch: str, history: list) -> Counter
     return server.counters
 
 
-ways = [
-    pytest.mark.parametrize("rates", RATES),
-    pytest.mark.parametrize("eviction", ["queue", "lru"]),
-    pytest.mark.parametrize("prefetch", ["queue", "on-arrival"]),
-]
+WAYS = pytest.mark.parametrize(
+    ("rates", "eviction", "prefetch"),
+    [*itertools.product(RATES, ["queue", "lru"], ["queue", "on-arrival"])],
+)
 
 
-def each_way(test: Callable[..., None]) -> Callable[..., None]:
-    for mark in ways:
-        test = mark(test)
-    return test
-
-
-@each_way
+@WAYS
 @settings(deadline=None, max_examples=examples(30))
 @given(history=fetch_steps)
 def test_both_fetch_the_same_in_the_same_order(
@@ -371,7 +190,7 @@ def test_both_fetch_the_same_in_the_same_order(
     run_both(rates, eviction, prefetch, history)
 
 
-@each_way
+@WAYS
 def test_both_fetch_the_same_in_a_long_run(rates: str, eviction: str, prefetch: str) -> None:
     """Long enough for much to be fetched, so that the property above does not hold trivially."""
     rng = random.Random(f"{rates} {eviction} {prefetch}")

@@ -32,8 +32,6 @@ from support.several_ranks import Group, together
 from support.tiers_machine import TiersMachine
 
 SEEN: Counter[str] = Counter()
-
-
 STORE_FAILURES = [Outcome.DAMAGED, Outcome.IO_ERROR, Outcome.TIMED_OUT]
 
 
@@ -354,13 +352,6 @@ def test_a_stage_that_is_a_pass_behind_decides_alike(seed: int) -> None:
     Pipeline(seed).run(25)
 
 
-@pytest.mark.slow
-@settings(max_examples=1000, deadline=None)
-@given(seed=SEEDS)
-def test_stages_decide_alike_in_a_thousand_storms(seed: int) -> None:
-    Pipeline(seed).run(30)
-
-
 @pytest.mark.parametrize("machine", [Rank, HiddenRank, RingRank])
 @settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(seed=SEEDS)
@@ -375,10 +366,11 @@ def test_three_ranks_decide_alike(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("storm", [partial(Storm, count=2), Pipeline], ids=["ranks", "stages"])
 @settings(max_examples=1000, deadline=None)
 @given(seed=SEEDS)
-def test_ranks_decide_alike_in_a_thousand_storms(seed: int) -> None:
-    Storm(seed, 2).run(30)
+def test_ranks_decide_alike_in_a_thousand_storms(storm: Callable[[int], Storm], seed: int) -> None:
+    storm(seed).run(30)
 
 
 def test_the_storms_did_something() -> None:

@@ -1,9 +1,14 @@
-"""The tiers' machine (`support/tiers_machine.py`) with each layer plan, and with late copies."""
+"""The tiers' machine (`support/tiers_machine.py`) with each layer plan, with late copies, and over
+a disk that is late, fails and dies (`support/disk_machine.py`)."""
 
 from __future__ import annotations
 
+from hypothesis import settings
+
 from sglang_hc.forms import LayerPlan
 from support.copy_streams import LateCopyStream
+from support.disk_machine import SEEN, DiskMachine
+from support.examples import examples
 from support.tiers_machine import EARLY, PROFILE, RESTORED, TiersMachine
 
 
@@ -31,6 +36,13 @@ class RecomputeMachine(TiersMachine):
     plan = LayerPlan(1, 2, 1)
 
 
+class LateDiskMachine(DiskMachine):
+    plan = LayerPlan(0, 2, 1)
+
+    def make_copy_stream(self) -> object:
+        return LateCopyStream()
+
+
 MACHINES = (TiersMachine, HiddenMachine, KvMachine, LateMachine, RecomputeMachine)
 for machine in MACHINES:
     machine.TestCase.settings = PROFILE
@@ -39,6 +51,11 @@ TestHidden = HiddenMachine.TestCase
 TestKv = KvMachine.TestCase
 TestLate = LateMachine.TestCase
 TestRecompute = RecomputeMachine.TestCase
+for machine in (DiskMachine, LateDiskMachine):
+    # With 25 it was left to chance whether the disk dies while it has something to do.
+    machine.TestCase.settings = settings(PROFILE, max_examples=examples(60))
+TestDisk = DiskMachine.TestCase
+TestLateDisk = LateDiskMachine.TestCase
 
 
 def test_a_block_whose_rows_failed_before_leaves_with_those_behind_it() -> None:
@@ -62,3 +79,4 @@ def test_the_machines_restored_something() -> None:
         # Not more than some: what is drawn depends on constants anywhere in the package.
         assert RESTORED[machine.__name__] > 0, RESTORED
     assert sum(EARLY.values()) > 0
+    assert all(SEEN[name] > 0 for name in ("saved", "loaded", "failed", "lost")), SEEN

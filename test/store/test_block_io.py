@@ -4,36 +4,33 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from sglang_hc.store.block_io import BlockDone, BlockIo
+from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.disk import threads
 from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
-from support.disk_store import EIO, LAYOUT, Faults, FaultyBackend, data_of, make_path, open_store
+from support.disk_store import (
+    EIO,
+    LAYOUT,
+    Faults,
+    FaultyBackend,
+    data_of,
+    make_path,
+    only_in,
+    open_store,
+)
+from support.remote import wait
 from support.waiting import HANGS_S, in_time, until
 
 SLOTS = 16
-
-
-def wait(io: BlockIo, count: int) -> list[BlockDone]:
-    """The next `count` answers."""
-    done: list[BlockDone] = []
-    until(lambda: len(done) >= count, lambda: done.extend(io.poll()))
-    return done
-
-
-def wait_for(io: BlockIo, ticket: int) -> Outcome:
-    """The next answer, which must be the ticket's."""
-    (done,) = wait(io, 1)
-    assert done.ticket == ticket
-    return done.outcome
 
 
 @pytest.fixture
@@ -98,16 +95,10 @@ def test_failures_are_answers(io: DiskThreads, pool: HostPool, faults: Faults) -
     faults.on_write = EIO
     io.write(1, make_path(1, seed=9)[0], 0, in_time())
     assert wait(io, 1)[0].outcome is Outcome.IO_ERROR
-
-
-def test_a_write_that_comes_too_late_is_not_begun(
-    io: DiskThreads, pool: HostPool, faults: Faults
-) -> None:
-    wrote = []
+    wrote: list[str] = []
     faults.on_write = wrote.append
     io.write(1, make_path(1)[0], 0, time.monotonic())
-    assert wait(io, 1)[0].outcome is Outcome.TIMED_OUT
-    assert not wrote
+    assert wait(io, 1)[0].outcome is Outcome.TIMED_OUT and not wrote, "it is not begun"
 
 
 def test_what_a_full_queue_has_no_place_for_is_dropped(
@@ -149,60 +140,26 @@ def test_one_batch_is_written_while_another_is_held_up(
     io.write(1, slow, 0, in_time())
     assert held.wait(HANGS_S)
     io.write(2, quick, 1, in_time())
-    assert wait_for(io, 2) is Outcome.OK
+    assert [done[:2] for done in wait(io, 1)] == [(2, Outcome.OK)]
     assert io.contains([quick.block_id]) == 1 and io.contains([slow.block_id]) == 0
     go_on.set()
-    assert wait_for(io, 1) is Outcome.OK
+    assert [done[:2] for done in wait(io, 1)] == [(1, Outcome.OK)]
 
 
-def test_a_directory_that_hangs_holds_up_only_its_own_blocks(
+def test_writes_go_past_a_directory_whose_queue_is_full(
     tmp_path: Path, pool: HostPool, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Writes go past it once its queue is full, reads and upkeep of the other one go on, and what
-    it holds is answered when it is back."""
     monkeypatch.setattr(threads, "WRITE_QUEUE", 8)
     store = open_store(tmp_path / "a", tmp_path / "b", backend=FaultyBackend(faults))
     io = DiskThreads(store, pool, Counter())
-    blocks = save(io, pool, 8)
-    stuck = {n for n, block in enumerate(blocks) if block.block_id in store.directories[1].blocks}
     go_on = threading.Event()
-
-    def hang(path: str) -> None:
-        if path.startswith(str(tmp_path / "b")):
-            assert go_on.wait(HANGS_S)
-
-    faults.on_read = faults.on_write = hang
-    for slot, block in enumerate(blocks):
-        io.read(slot, block.block_id, 8 + slot, in_time())
-    well = set(range(8)) - stuck
-    assert {done.ticket for done in wait(io, len(well))} == well
-    fresh = make_path(40, seed=1)
-    done, left = [], deque(range(40))
-    while left:
-        number = left.popleft()
-        io.write(100 + number, fresh[number], number % 4, in_time())
-        for answer in io.poll():
-            if answer.outcome is Outcome.DROPPED:  # there is room when others are through
-                left.append(answer.ticket - 100)
-                time.sleep(0.001)
-            else:
-                done.append(answer)
-    held = 4 + threads.WRITE_THREADS  # what the other one has waiting, and what its threads write
-    done += wait(io, max(0, 40 - held - len(done)))
-    assert {answer.outcome for answer in done} == {Outcome.OK}
-    assert len(store.directories[0].blocks) > 2
-    store.maintenance[store.directories[0]].tick()
+    faults.on_write = only_in(f"{tmp_path}/b/", lambda path: go_on.wait(HANGS_S))
+    well, bad = (directory.blocks for directory in store.directories)
+    held = 4 + threads.WRITE_THREADS  # what waits for the other one, and what its threads write
+    for ticket, block in enumerate(make_path(40)):
+        io.write(ticket, block, ticket % SLOTS, in_time())
+        until(partial(lambda begun: len(well) + held >= begun, ticket + 1))
+    assert not bad
     go_on.set()
-    done += wait(io, len(stuck) + 40 - len(done))
-    assert sorted(answer.ticket for answer in done) == sorted([*stuck, *range(100, 140)])
-    assert {answer.outcome for answer in done} == {Outcome.OK}
+    assert {answer.outcome for answer in wait(io, 40)} == {Outcome.OK}
     io.close()
-
-
-def test_clear_leaves_nothing_to_find(io: DiskThreads, pool: HostPool) -> None:
-    blocks = save(io, pool, 3)
-    io.erase(9, None, ())
-    assert wait(io, 1)[0][1:3] == (Outcome.OK, "disk")
-    assert io.contains([blocks[0].block_id]) == 0
-    io.read(1, blocks[0].block_id, 8, in_time())
-    assert wait(io, 1)[0].outcome is Outcome.MISSING

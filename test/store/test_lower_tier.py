@@ -160,8 +160,8 @@ def test_it_is_busy_while_an_answer_is_on_its_way() -> None:
     assert not world.disk.is_busy
     for asks in (True, False):
         world.io.ask = lambda block_ids, asks=asks: asks  # type: ignore[method-assign]
-        world.disk.find(path_of("cd").block_ids)
-        assert world.disk.is_busy == asks
+        found = world.disk.find(path_of("cd").block_ids)
+        assert world.disk.is_busy == asks and found == (None if asks else 0)
 
 
 @pytest.mark.parametrize("outcome", [Outcome.IO_ERROR, Outcome.NO_SPACE, Outcome.TIMED_OUT])

@@ -10,17 +10,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sglang_hc.store.disk.format import (
-    VERSION,
     WHOLE,
     Block,
     Damaged,
     Foreign,
     Forged,
-    FormatError,
     StoredModel,
     check_block,
     mac_key,
@@ -49,15 +47,8 @@ def sealed(model: StoredModel, block: Block = BLOCK, data: np.ndarray = DATA) ->
 
 
 def check(frame: np.ndarray, model: StoredModel) -> None:
+    """Whether it is served; raises Damaged."""
     check_block(frame[:HEADER].data, frame[HEADER:].data, IDENTITY, model)
-
-
-def is_served(frame: np.ndarray, model: StoredModel) -> bool:
-    try:
-        check(frame, model)
-    except Damaged:
-        return False
-    return True
 
 
 def test_a_key_is_never_shown() -> None:
@@ -67,35 +58,18 @@ def test_a_key_is_never_shown() -> None:
 
 
 @MODELS
-def test_an_untouched_block_is_served(model: StoredModel) -> None:
-    check(sealed(model), model)
-
-
-@MODELS
-@given(at=st.integers(0, SIZE - 1), flip=st.integers(1, 255))
-def test_a_block_altered_anywhere_is_never_served(model: StoredModel, at: int, flip: int) -> None:
-    frame = sealed(model)
-    frame[at] ^= flip
-    assert not is_served(frame, model)
-
-
-@MODELS
 @given(start=st.integers(0, SIZE - 1), patch=st.binary(min_size=1, max_size=300))
+@example(start=0, patch=bytes(SIZE))
 def test_an_overwritten_block_is_never_served(model: StoredModel, start: int, patch: bytes) -> None:
     frame = sealed(model)
     before = frame.copy()
     patch = patch[: SIZE - start]
     frame[start : start + len(patch)] = np.frombuffer(patch, dtype=np.uint8)
-    assert is_served(frame, model) == np.array_equal(frame, before)
-
-
-@MODELS
-@given(cut=st.integers(0, SIZE - 1))
-def test_a_truncated_block_is_never_served(model: StoredModel, cut: int) -> None:
-    frame = sealed(model)
-    rest = frame[cut:].copy()
-    frame[cut:] = 0
-    assert is_served(frame, model) == (not rest.any())
+    if np.array_equal(frame, before):
+        check(frame, model)
+    else:
+        with pytest.raises(Damaged):
+            check(frame, model)
 
 
 @MODELS
@@ -117,22 +91,6 @@ def test_a_block_of_other_layers_is_foreign() -> None:
     other = StoredModel.of(((3, 0, 8192), (5, 8192, 4096)), FINGERPRINT, "tiny")
     with pytest.raises(Foreign):
         check(sealed(other), MODEL)
-
-
-@MODELS
-def test_the_header_of_one_block_does_not_cover_anothers_bytes(model: StoredModel) -> None:
-    mine = sealed(model)
-    mine[HEADER:] = sealed(model, replace(BLOCK, block_id=bytes(16)), DATA ^ 1)[HEADER:]
-    with pytest.raises(Damaged, match="layer 3 does not match"):
-        check(mine, model)
-
-
-def test_another_version_is_told_from_damage() -> None:
-    frame = sealed(MODEL)
-    frame[8] = VERSION + 1
-    with pytest.raises(FormatError) as caught:
-        check(frame, MODEL)
-    assert caught.value.reason == "unknown_version"
 
 
 def test_parts_of_a_block_are_told_from_each_other_and_from_the_whole() -> None:
@@ -172,7 +130,8 @@ def test_bytes_that_are_exchanged_under_a_true_header_are_not_served() -> None:
     forged[612:628] = frame[612:628]  # the MAC of another header
     body = forged[: HEADER - 16].tobytes()
     forged[HEADER - 16 : HEADER] = np.frombuffer(xxhash.xxh3_128_digest(body), np.uint8)
-    assert not is_served(frame, KEYED)
+    with pytest.raises(Damaged):
+        check(frame, KEYED)
     with pytest.raises(Forged):
         check(forged, KEYED)
 

@@ -39,13 +39,19 @@ MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 def make_path(
-    count: int, seed: int = 0, namespace: str | None = None, fingerprint: bytes = FINGERPRINT
+    count: int,
+    seed: int = 0,
+    namespace: str | None = None,
+    fingerprint: bytes = FINGERPRINT,
+    behind: Block | None = None,
 ) -> list[Block]:
-    """Blocks of one prefix path, with real chain identities."""
+    """Blocks of one prefix path, with real chain identities. behind: the block that they
+    continue."""
     rng = random.Random(seed)
-    parent = root_id(fingerprint, namespace)
+    parent = root_id(fingerprint, namespace) if behind is None else behind.block_id
     blocks = []
-    for position in range(count):
+    first = 0 if behind is None else behind.position + 1
+    for position in range(first, first + count):
         tokens = pack_tokens([rng.randrange(32000) for _ in range(BLOCK_TOKENS)])
         name = block_id(fingerprint, parent, tokens)
         blocks.append(Block(name, parent, namespace or "", position, tokens))
@@ -194,10 +200,10 @@ class Faults:
     """What goes wrong, changed while the store runs. Each hook gets a path, and may raise or sleep.
 
     on_range: as on_read, for reads of bytes [begin, end) of a file. on_stat, on_note: a use is
-    asked for, or noted. on_sync: of a folder. on_rename: gets
-    the new name, on_take the old one. short: bytes a read loses at its end.
-    bytes_per_second: for each reader and writer. free: bytes that the file system has; None for
-    those that it really has.
+    asked for, or noted. on_sync: of a folder. on_free: a folder's room is asked for. on_rename:
+    gets the new name, on_take the old one. short: bytes a read loses at its end. bytes_per_second:
+    for each reader and writer. free: bytes that the file system has; None for those that it really
+    has.
     """
 
     on_read: Hook = nothing
@@ -211,6 +217,7 @@ class Faults:
     on_unlink: Hook = nothing
     on_stat: Hook = nothing
     on_note: Hook = nothing
+    on_free: Hook = nothing
     short: int = 0
     bytes_per_second: float = float("inf")
     free: int | None = None
@@ -274,6 +281,7 @@ class FaultyBackend(DirectBackend):
         super().note_use(path, when)
 
     def free_bytes(self, path: str) -> int:
+        self.faults.on_free(path + "/")
         return super().free_bytes(path) if self.faults.free is None else self.faults.free
 
     def sync_directory(self, path: str) -> None:

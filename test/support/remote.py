@@ -45,6 +45,15 @@ class FakeStore:
         self.entered = threading.Event()
         self.calls: list[str] = []
 
+    def hang(self) -> None:
+        """Calls hang from now on, until `open` is set."""
+        self.open.clear()
+        self.entered.clear()
+
+    def wait_for_call(self) -> None:
+        """Until a call is there that came after `hang`."""
+        assert self.entered.wait(HANGS_S)
+
     def call(self, what: str) -> None:
         """Every operation passes here: it may hang or raise."""
         self.calls.append(what)
@@ -184,3 +193,14 @@ def load(io: KnownBlocks, name: bytes) -> Outcome:
 
 def names_of(path: Sequence[Block]) -> list[bytes]:
     return [block.block_id for block in path]
+
+
+def read_in_one_call(io: BlockIo, store: FakeStore, path: Sequence[Block]) -> None:
+    """Read blocks into the first slots. They are asked for while another read hangs, of the first
+    of them, whose ticket is their number; so one call reads them, if it may be as large."""
+    store.hang()
+    io.read(len(path), path[0].block_id, TARGET, FOREVER)
+    store.wait_for_call()
+    for slot, block in enumerate(path):
+        io.read(slot, block.block_id, slot, FOREVER)
+    store.open.set()

@@ -145,18 +145,6 @@ def test_the_head_and_what_is_behind_the_cut_move() -> None:
     world.check()
 
 
-def test_what_has_moved_moves_again_with_its_first_origin() -> None:
-    world = World(disk=False)
-    world.compute(0, 440)
-    for length in (480, 640):
-        world.move(length)
-        world.end()
-        world.compute(RULE.cut(length, None).dropped, length)
-    whole = identities(kept(0, 440))
-    assert world.blocks(640)[1].moved == Moved(whole[5], 256)
-    world.check()
-
-
 def test_bytes_that_are_not_in_place_are_waited_for() -> None:
     world = World(disk=False)
     world.compute(0, 440)
@@ -167,20 +155,6 @@ def test_bytes_that_are_not_in_place_are_waited_for() -> None:
     world.host.mark_ready(last)
     assert world.mover.find(path, ways, 0) == [SourceTier.HOST] * 4
     assert cut.dropped == 128
-
-
-def test_a_copy_that_fails_is_not_served() -> None:
-    world = World(disk=False)
-    world.compute(0, 440)
-    world.executor.fail_next = 2
-    assert world.move(480) == 4
-    world.end()
-    assert world.blocks(480) == [] and world.counters["scatter_failed"] >= 1
-    world.check()
-    assert world.move(480) == 4, "it may be tried again"
-    world.end()
-    assert len(world.blocks(480)) == 4
-    world.check()
 
 
 def test_making_room_does_not_take_what_is_copied() -> None:
@@ -207,18 +181,24 @@ def test_after_a_restart_blocks_come_from_where_they_were_computed(lost: bool) -
     world.check()
 
 
-@pytest.mark.parametrize("disk", [False, True])
-def test_a_request_waits_until_its_state_has_moved(disk: bool) -> None:
-    world = World(disk=disk)
+def queue_with_a_turn(world: World) -> tuple[LookAhead, QueueView]:
+    """A turn of 480 tokens waits in it, as "r"."""
     window = LookAhead()
     view = QueueView(world.host, world.disk, window, QueueRules(), UNKNOWN_COSTS, mover=world.mover)
-    world.compute(0, 440)
-    if disk:
-        world.host.clear()
     cut = RULE.cut(480, None)
     waiting = QueuedPrompt(prompt_behind(cut, 480), lambda: 0, earlier(cut))
     view.arrived("r", lambda: waiting)
     view.on_schedule_step(["r"])
+    return window, view
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_a_request_waits_until_its_state_has_moved(disk: bool) -> None:
+    world = World(disk=disk)
+    world.compute(0, 440)
+    if disk:
+        world.host.clear()
+    window, view = queue_with_a_turn(world)
     whole = identities(kept(0, 440))
     assert all(window.next_use(whole[i]) is not None for i in (0, 3, 4, 5)), "they are needed"
     assert window.next_use(whole[1]) is None, "it was dropped"
@@ -234,13 +214,8 @@ def test_without_a_disk_a_wait_ends_on_the_clock_of_decisions() -> None:
     """Ranks that looked at their own clocks gave up in different passes, and then ran different
     batches."""
     world = World(disk=False)
-    window = LookAhead()
-    view = QueueView(world.host, None, window, QueueRules(), UNKNOWN_COSTS, mover=world.mover)
     world.compute(0, 440)
-    cut = RULE.cut(480, None)
-    waiting = QueuedPrompt(prompt_behind(cut, 480), lambda: 0, earlier(cut))
-    view.arrived("r", lambda: waiting)
-    view.on_schedule_step(["r"])
+    _, view = queue_with_a_turn(world)
     world.now = 1e9
     assert not view.ready("r")
     world.now += 2 * PATIENCE

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -87,21 +85,6 @@ def test_what_is_pinned_stays_and_the_server_goes_on(policy: str, history: Any) 
         world.retention.pins.check_integrity()
 
 
-@pytest.mark.parametrize(
-    ("tenants", "blocks", "share"), [(1, 4, 0.25), (5, 4, 0.25), (5, 1, 6 / 16)]
-)
-def test_pins_never_fill_the_tier(tenants: int, blocks: int, share: float) -> None:
-    world = World("lru")
-    for conversation in range(10):
-        tenant = f"tenant {conversation % tenants}"
-        world.keep(conversation, blocks, tenant)
-        with contextlib.suppress(PinLimitError):
-            tokens = world.tokens(conversation, blocks)
-            world.retention.pin(Prefix(tenant, tokens), str(conversation), 10)
-    assert world.retention.pins.total_blocks == share * SLOTS
-    world.keep(99, 4)
-
-
 def test_nothing_of_the_tokens_is_there() -> None:
     world = World("queue")
     assert world.retention.pin(Prefix(None, world.tokens(1, 2)), "s", 10) == 0
@@ -110,8 +93,6 @@ def test_nothing_of_the_tokens_is_there() -> None:
     world.keep(1, 2)
     world.retention.pin_if_possible(Prefix(None, world.tokens(1, 2)), "s", 10)
     assert world.retention.counters["pins_refused"] == 1
-    with pytest.raises(PinLimitError, match="at most 3600 s"):
-        world.retention.pin(Prefix(None, world.tokens(1, 2)), "s", 4000)
 
 
 def test_what_nobody_uses_leaves_but_not_what_is_waited_for_or_pinned() -> None:

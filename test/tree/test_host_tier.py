@@ -123,28 +123,6 @@ TierMachine.TestCase.settings = settings(
 TestTier = TierMachine.TestCase
 
 
-def test_the_least_recently_used_path_leaves_from_its_end() -> None:
-    tier = host_tier(4)
-    keep(tier, pack_tokens([1] * 128), now=1.0)
-    keep(tier, pack_tokens([2] * 128), now=2.0)
-    tier.access(tier.tree.match(Prefix(None, pack_tokens([1] * 128))).nodes, 3.0)
-    keep(tier, pack_tokens([3] * 64), now=4.0)
-    assert tier.tree.match(Prefix(None, pack_tokens([2] * 128))).tokens == 64
-    assert tier.tree.match(Prefix(None, pack_tokens([1] * 128))).tokens == 128
-    assert tier.evicted_blocks == 1
-
-
-def test_room_is_never_made_by_taking_what_is_pinned() -> None:
-    tier = host_tier(2)
-    keep(tier, pack_tokens([1] * 128))
-    nodes = tier.tree.match(Prefix(None, pack_tokens([1] * 128))).nodes
-    tier.pin(nodes)
-    assert tier.stage(0.0) is None
-    tier.unpin(nodes)
-    assert tier.stage(0.0) is not None
-    assert [node.slot == -1 for node in nodes] == [False, True]
-
-
 def test_a_block_that_left_while_in_use_keeps_its_slot_until_the_last_user_goes() -> None:
     tier = host_tier(1)
     keep(tier, pack_tokens([1]))

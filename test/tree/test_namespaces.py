@@ -28,6 +28,7 @@ def test_a_name_is_read_back(one: Namespace) -> None:
 
 
 @given(st.text(max_size=12) | sly)
+@example("k" + "9" * 5000 + ":x")
 def test_any_text_is_a_namespace(text: str) -> None:
     """What nobody packed is a client's key; so is what is packed in another way."""
     found = Namespace.of(text)
@@ -39,11 +40,6 @@ def test_any_text_is_a_namespace(text: str) -> None:
 def test_a_client_names_neither_a_cut_nor_an_adapter(salt: str | None, key: str | None) -> None:
     found = Namespace.of(client_namespace(salt, key))
     assert found == Namespace(salt=salt, key=key) == found.client
-
-
-def test_a_number_without_end_is_no_length() -> None:
-    text = "k" + "9" * 5000 + ":x"
-    assert Namespace.of(text) == Namespace.of_key(text)
 
 
 @pytest.mark.parametrize("name", ["cache_salt", "extra_key"])

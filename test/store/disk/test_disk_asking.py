@@ -16,13 +16,7 @@ from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.known_blocks import KnownBlocks, Presence
 from support.clock import Clock
-from support.disk_store import (
-    LAYOUT,
-    make_path,
-    open_store,
-    path_of_block,
-    put,
-)
+from support.disk_store import LAYOUT, make_path, open_store, put
 from support.waiting import HANGS_S, until
 
 BLOCKS = make_path(6)
@@ -36,7 +30,8 @@ class Asked:
     def __init__(self, scratch: Path, clock: Callable[[], float]) -> None:
         self.store, self.other = open_store(scratch), open_store(scratch)
         self.store.tick()
-        self.io = KnownBlocks(DiskThreads(self.store, HostPool(LAYOUT, 2), Counter()), clock)
+        self.threads = DiskThreads(self.store, HostPool(LAYOUT, 2), Counter())
+        self.io = KnownBlocks(self.threads, clock)
         self.asked: Counter[bytes] = Counter()
         self.go_on = threading.Event()
         self.go_on.set()
@@ -57,7 +52,6 @@ class Asked:
     def close(self) -> None:
         self.go_on.set()
         self.io.close()
-        self.other.close()
 
 
 def test_a_question_is_asked_once_and_its_answer_holds_for_a_while(scratch: Path) -> None:
@@ -65,12 +59,14 @@ def test_a_question_is_asked_once_and_its_answer_holds_for_a_while(scratch: Path
     one = Asked(scratch, clock)
     put(one.other, BLOCKS[:2])
     names = NAMES[:4]
+    assert one.threads.changes() == {} and one.io.contains(names) == 0 and not one.ask([])
     one.go_on.clear()
     assert one.ask(names) and one.ask(names)
     one.go_on.set()
     until(lambda: not one.ask(names))
     assert one.asked == Counter(NAMES[:3]), "up to the first that is not there"
     assert one.io.contains(names) == 2
+    assert one.threads.changes() == dict.fromkeys(NAMES[:2], True), "whoever mirrors it is told"
     assert not one.ask(names) and one.asked[NAMES[2]] == 1
     clock.now += Presence.ABSENT.value
     assert one.ask(names), "others go on storing"
@@ -99,34 +95,14 @@ def test_a_question_that_hangs_holds_up_nobody_else(
     one.close()
 
 
-def test_a_request_waits_for_what_another_server_has(scratch: Path) -> None:
-    one, other = open_store(scratch), open_store(scratch)
-    one.tick()
-    threads = DiskThreads(one, HostPool(LAYOUT, 2), Counter())
-    io = KnownBlocks(threads)
-    put(other, BLOCKS[:4])
-    assert threads.changes() == {} and io.contains(NAMES) == 0
-    until(lambda: not io.ask(NAMES), io.poll)
-    assert io.contains(NAMES) == 4
-    assert threads.changes() == dict.fromkeys(NAMES[:4], True)
-    assert not io.ask(NAMES[:4]) and not io.ask([])
-    fresh = make_path(3, seed=1)
-    put(other, fresh)
-    path_of_block(other, fresh[2]).unlink()
-    names = [block.block_id for block in fresh]
-    until(lambda: not io.ask(names), io.poll)
-    assert io.contains(names) == 2
-    io.close()
-    other.close()
-
-
 @pytest.mark.parametrize(("seconds", "looks"), [(0.05, 60), (0.5, 12), (3.0, 2)])
 def test_a_large_directory_is_read_less_often(
     scratch: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, looks: int
 ) -> None:
     """What others stored is looked for in a hundredth of the time."""
     clock, looked = Clock(), []
-    one, other = open_store(scratch, clock=clock), open_store(scratch, clock=clock)
+    one = open_store(scratch, clock=clock)
+    open_store(scratch, clock=clock)
 
     def slow() -> None:
         looked.append(clock.now)
@@ -138,5 +114,3 @@ def test_a_large_directory_is_read_less_often(
         clock.now = start + number * LOOK_S
         one.tick()
     assert len(looked) == looks
-    one.close()
-    other.close()

@@ -1,4 +1,4 @@
-"""Who leaves for room or by age, whoever stored it and whoever uses it."""
+"""Who leaves for room or by age, whichever server or model stored it and whoever uses it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
+from sglang_hc.store.disk import DiskStore
 from sglang_hc.store.disk.eviction import BATCH_BLOCKS, PAGE
 from sglang_hc.store.disk.maintenance import COUNT_S
 from sglang_hc.store.outcome import Outcome
@@ -29,8 +31,7 @@ from support.disk_store import (
 )
 
 
-def test_the_least_recently_used_make_room(scratch: Path, clock: Clock) -> None:
-    store = open_store(scratch, size=40 * FILE, clock=clock)
+def test_the_least_recently_used_make_room(store: DiskStore, clock: Clock) -> None:
     fill(store, range(5), clock)
     assert len(store) == 40 and not store.counters()["evicted_blocks"]
     clock.now += 60
@@ -39,7 +40,6 @@ def test_the_least_recently_used_make_room(scratch: Path, clock: Clock) -> None:
     assert left(store) == [1, 5, 6, 7, 8]
     assert store.counters()["evicted_blocks"] == 32
     check_ledgers(store)
-    store.close()
 
 
 @pytest.mark.parametrize("touched", [False, True])
@@ -55,11 +55,9 @@ def test_a_prefix_ages_from_its_end(scratch: Path, clock: Clock, touched: bool) 
         clock.now += 60
         put(store, make_path(1, seed=gone))
         assert store.contains([block.block_id for block in path]) == 10 - gone
-    store.close()
 
 
-def test_what_a_waiting_request_needs_is_not_evicted(scratch: Path, clock: Clock) -> None:
-    store = open_store(scratch, size=40 * FILE, clock=clock)
+def test_what_a_waiting_request_needs_is_not_evicted(store: DiskStore, clock: Clock) -> None:
     fill(store, range(1), clock)
     store.expect(dict.fromkeys(names(0), 3.0))
     fill(store, range(1, 12), clock)
@@ -67,11 +65,9 @@ def test_what_a_waiting_request_needs_is_not_evicted(scratch: Path, clock: Clock
     store.expect(dict.fromkeys(names(0)))
     fill(store, range(12, 14), clock)
     assert 0 not in left(store), "nobody needs it any more"
-    store.close()
 
 
-def test_when_all_is_needed_what_is_needed_last_goes_first(scratch: Path, clock: Clock) -> None:
-    store = open_store(scratch, size=40 * FILE, clock=clock)
+def test_when_all_is_needed_what_is_needed_last_goes_first(store: DiskStore, clock: Clock) -> None:
     ranks = random.Random(4).sample(range(12), 12)
     for seed, rank in enumerate(ranks):
         store.expect(dict.fromkeys(names(seed), float(rank)))
@@ -79,7 +75,6 @@ def test_when_all_is_needed_what_is_needed_last_goes_first(scratch: Path, clock:
     kept = {ranks[seed] for seed in left(store)}
     assert {0, 1, 2, 3} <= kept <= {0, 1, 2, 3, 4, ranks[-1]}
     check_ledgers(store)
-    store.close()
 
 
 def test_the_file_of_a_block_that_goes_is_written_over(scratch: Path, clock: Clock) -> None:
@@ -90,7 +85,6 @@ def test_the_file_of_a_block_that_goes_is_written_over(scratch: Path, clock: Clo
     fill(store, range(2, 5), clock)
     assert {path.stat().st_ino for path in block_files(scratch)} == files
     assert left(store) == [3, 4] and store.counters()["evicted_blocks"] == 24
-    store.close()
 
 
 @pytest.mark.parametrize("count", [PAGE - 1, PAGE + 1, 9 * PAGE])
@@ -110,7 +104,6 @@ def test_blocks_are_evicted_in_order_beyond_a_page(scratch: Path, clock: Clock, 
     put(store, make_path(1))
     assert store.contains(ids) == count - 1
     assert sum(1 for _ in block_files(scratch)) == count
-    store.close()
 
 
 def test_a_smaller_budget_is_kept_after_a_round_of_upkeep(scratch: Path, clock: Clock) -> None:
@@ -124,7 +117,6 @@ def test_a_smaller_budget_is_kept_after_a_round_of_upkeep(scratch: Path, clock: 
     assert file_bytes(scratch) == 20 * FILE and left(store) == [18, 19]
     assert put(store, make_path(1, seed=99)) == [Outcome.OK]
     check_ledgers(store)
-    store.close()
 
 
 # -- age ------------------------------------------------------------------------------------------
@@ -146,7 +138,6 @@ def test_blocks_expire(scratch: Path, clock: Clock) -> None:
     store.tick()
     assert len(store) == 0, "expired while nothing was running"
     assert file_bytes(scratch) == 0
-    store.close()
 
 
 @pytest.mark.parametrize("count", [BATCH_BLOCKS, 3 * BATCH_BLOCKS + 1])
@@ -165,32 +156,28 @@ def test_all_that_is_too_old_expires_in_one_round(scratch: Path, clock: Clock, c
     store.tick()
     assert sorted(store.block_ids()) == sorted(used)
     check_ledgers(store)
-    store.close()
-    other.close()
 
 
 # -- files that are removed by hand ---------------------------------------------------------------
 
 
-def test_room_that_was_made_by_hand_is_used(scratch: Path, clock: Clock) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_room_that_was_made_by_hand_is_used(
+    scratch: Path, store: DiskStore, clock: Clock, shared: bool
+) -> None:
     """Who is alone finds out as soon as it evicts; the others count now and then."""
-    for shared in (False, True):
-        folder = scratch / str(shared)
-        store = open_store(folder, size=40 * FILE, clock=clock)
-        fill(store, range(5), clock)
-        other = open_store(folder, size=40 * FILE, clock=clock) if shared else store
+    fill(store, range(5), clock)
+    if shared:
+        open_store(scratch, size=40 * FILE, clock=clock)
+    store.tick()
+    for block_id in (name for seed in range(4) for name in names(seed)):
+        path_of_block(store, block_id).unlink()
+    clock.now += COUNT_S
+    if shared:
         store.tick()
-        for block_id in (name for seed in range(4) for name in names(seed)):
-            path_of_block(store, block_id).unlink()
-        clock.now += COUNT_S
-        if shared:
-            store.tick()
-        fill(store, range(10, 14), clock)
-        assert left(store) == [4, 10, 11, 12, 13], "nothing had to go"
-        check_ledgers(store)
-        store.close()
-        if shared:
-            other.close()
+    fill(store, range(10, 14), clock)
+    assert left(store) == [4, 10, 11, 12, 13], "nothing had to go"
+    check_ledgers(store)
 
 
 def test_a_file_that_cannot_be_removed_stops_eviction_once(scratch: Path, clock: Clock) -> None:
@@ -208,7 +195,6 @@ def test_a_file_that_cannot_be_removed_stops_eviction_once(scratch: Path, clock:
     clock.now += 60
     assert put(store, make_path(3, seed=9)) == [Outcome.IO_ERROR, Outcome.OK, Outcome.OK]
     check_ledgers(store)
-    store.close()
 
 
 def test_a_folder_in_place_of_a_file_is_evicted_too(scratch: Path, clock: Clock) -> None:
@@ -219,7 +205,6 @@ def test_a_folder_in_place_of_a_file_is_evicted_too(scratch: Path, clock: Clock)
     (path / "deep").mkdir(parents=True)
     fill(store, range(2, 3), clock)
     assert not path.exists() and left(store) == [1, 2]
-    store.close()
 
 
 # -- the thread -----------------------------------------------------------------------------------
@@ -248,4 +233,52 @@ def test_a_round_that_fails_is_counted_and_the_next_one_goes_on(
     clock.now += 1000
     store.tick()
     assert store.counters()["maintenance_errors"] == 1 and len(store) == 0
-    store.close()
+
+
+# -- other models, and other parts of this one ----------------------------------------------------
+
+OTHER = BlockLayout(LayerPlan(0, 4, 0), StateShape(4, 128, (64, 64), "float16"))
+
+
+def test_two_models_evict_each_others_oldest_blocks_for_ever(
+    scratch: Path, store: DiskStore, clock: Clock
+) -> None:
+    """Once the blocks of the other that were known at first were gone, only the own ones went."""
+    other = open_store(
+        scratch, size=40 * FILE, layout=OTHER, fingerprint=OTHER.fingerprint("other"), clock=clock
+    )
+    for turn in range(12):
+        for one in (store, other):
+            clock.now += 60
+            one.tick()
+        for one in (store, other):
+            fill(one, range(turn, turn + 1), clock)
+        assert file_bytes(scratch) <= 40 * FILE
+        for one in (store, other):
+            one.directories[0].find_others()
+        if turn > 3:
+            mine, theirs = left(store), left(other)
+            assert mine[-1:] == [turn] and theirs[-1:] == [turn]
+            assert abs(len(mine) - len(theirs)) <= 1, "they age alike"
+            assert file_bytes(scratch) > 40 * FILE - 2 * other.model.file_bytes
+    check_ledgers(store)
+
+
+def test_uses_by_the_server_of_another_model_are_respected(
+    scratch: Path, store: DiskStore, clock: Clock
+) -> None:
+    """Ranks of one server are such servers: each has its own part of all blocks."""
+    other = open_store(scratch, size=40 * FILE, clock=clock, part=b"p" * 16)
+    fill(store, range(2), clock)
+    fill(other, range(2, 5), clock)
+    other.tick()
+    fill(other, range(5, 6), clock)
+    other.directories[0].find_others()
+    store.directories[0].find_others()
+    assert left(store) == [1] and left(other) == [2, 3, 4, 5]
+    clock.now += 60
+    store.touch(names(1))
+    store.directories[0].note_touches()
+    fill(other, range(6, 8), clock)
+    store.directories[0].find_others()
+    assert left(store) == [1] and left(other) == [4, 5, 6, 7]

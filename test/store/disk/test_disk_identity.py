@@ -1,31 +1,37 @@
-"""State of another model, plan, dtype, namespace, salt or LoRA is never served from disk."""
+"""State of another model, plan, dtype, namespace, salt, LoRA or key is never served from disk."""
 
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
-import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.block import Block
-from sglang_hc.store.disk.backend import DirectBackend
+from sglang_hc.store.disk.format import mac_key, seal_block
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import block_id, pack_tokens, root_id
 from support.disk_store import (
+    BUFFERED,
     MEMORY,
+    check_ledgers,
     data_of,
-    empty_slot,
+    is_served,
     make_path,
     open_store,
     path_of_block,
     put,
-    read_block,
     read_bytes,
 )
+
+BLOCKS = make_path(4)
+NAMES = [block.block_id for block in BLOCKS]
+KEY, OTHER = mac_key(b"k" * 32), mac_key(b"o" * 32)
 
 WORLDS = st.tuples(
     st.sampled_from(["llama", "qwen"]),
@@ -59,33 +65,49 @@ def test_worlds_do_not_see_each_other(worlds: list[tuple]) -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         for layout, fingerprint, block in made:
             options = {"layout": layout, "fingerprint": fingerprint}
-            store = open_store(Path(folder), backend=DirectBackend(direct=False), **options)
-            data = data_of(block, layout.slot_bytes)
-            assert store.write(block, memoryview(data)) is Outcome.OK
+            store = open_store(Path(folder), backend=BUFFERED, **options)
+            assert put(store, [block]) == [Outcome.OK]
             store.close()
         for layout, fingerprint, block in made:
             options = {"layout": layout, "fingerprint": fingerprint}
-            store = open_store(Path(folder), backend=DirectBackend(direct=False), **options)
+            store = open_store(Path(folder), backend=BUFFERED, **options)
             for _, theirs, other in made:
-                into = empty_slot(layout.slot_bytes)
-                status = read_block(store, other.block_id, into)
                 mine = theirs == fingerprint
-                assert status is (Outcome.OK if mine else Outcome.MISSING)
-                assert not mine or np.array_equal(into, data_of(other, layout.slot_bytes))
+                assert is_served(store, other) == mine
+                assert mine or read_bytes(store, other.block_id)[0] is Outcome.MISSING
             assert block.block_id in store.block_ids()
             store.close()
 
 
-def test_a_ranks_part_of_a_block_is_not_served_to_another_rank(tmp_path: Path) -> None:
-    """Neither by its name, nor where somebody put the file."""
-    (block,) = make_path(1)
-    first, second = (open_store(tmp_path, part=part * 16) for part in (b"1", b"2"))
-    put(first, [block])
-    assert first.contains([block.block_id]) == 1
-    assert second.contains([block.block_id]) == 0 and not second.find(block.block_id)
-    theirs = path_of_block(first, block)
-    second.directories[0].backend.rename(str(theirs), second.directories[0].path(block.block_id))
-    assert second.directories[0].find(block.block_id)
-    assert read_bytes(second, block.block_id)[0] is Outcome.DAMAGED
-    first.close()
-    second.close()
+def test_servers_of_other_keys_share_a_directory_and_no_block(scratch: Path) -> None:
+    stores = [open_store(scratch, key=key) for key in (KEY, KEY, OTHER, None)]
+    assert put(stores[0], BLOCKS) == [Outcome.OK] * 4
+    found = []
+    for store in stores:
+        store.tick()
+        store.directories[0].find_others()
+        found.append(store.contains(NAMES))
+    assert found == [4, 4, 0, 0]
+    assert all(is_served(stores[1], block) for block in BLOCKS)
+    assert not any(is_served(store, BLOCKS[0]) for store in stores[2:])
+    assert not any("forged" in store.counters() for store in stores)
+    check_ledgers(stores[0])
+
+
+@pytest.mark.parametrize("forger", [None, OTHER])
+def test_a_block_that_is_put_there_without_the_key_is_removed(
+    scratch: Path, forger: bytes | None
+) -> None:
+    """By somebody who may write to the directory, and knows all names in it."""
+    store = open_store(scratch, key=KEY)
+    put(store, BLOCKS)
+    model, path = store.model, path_of_block(store, BLOCKS[1])
+    raw = bytearray(path.read_bytes())
+    page, data = memoryview(raw)[: model.header_bytes], memoryview(raw)[model.header_bytes :]
+    data[:] = data_of(BLOCKS[2])
+    seal_block(page, data, BLOCKS[1], replace(model, key=forger), 0)
+    path.write_bytes(raw)
+    assert read_bytes(store, NAMES[1])[0] is Outcome.DAMAGED
+    assert store.counters()["forged"] == 1
+    assert not path.exists() and store.contains(NAMES) == 1
+    assert put(store, BLOCKS[1:2]) == [Outcome.OK] and is_served(store, BLOCKS[1])

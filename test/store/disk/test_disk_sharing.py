@@ -44,21 +44,18 @@ NAMES = [block.block_id for block in BLOCKS]
 
 
 @pytest.fixture
-def faults() -> Faults:
-    return Faults()
+def other(scratch: Path) -> DiskStore:
+    return open_store(scratch)
 
 
 @pytest.fixture
-def pair(scratch: Path, faults: Faults) -> Iterator[tuple[DiskStore, DiskStore]]:
-    """Two servers that know each other; the faults are the first one's."""
+def one(scratch: Path, faults: Faults, other: DiskStore) -> Iterator[DiskStore]:
+    """A server that knows the other one; the faults are its own."""
     one = open_store(scratch, backend=FaultyBackend(faults))
-    other = open_store(scratch)
     one.tick()
     other.tick()
-    yield one, other
+    yield one
     check_ledgers(one)
-    for store in (one, other):
-        store.close()
 
 
 def once(action: Callable[[], object]) -> Callable[[str], None]:
@@ -73,8 +70,7 @@ def once(action: Callable[[], object]) -> Callable[[str], None]:
     return hook
 
 
-def test_each_finds_what_the_other_stored(pair: tuple[DiskStore, DiskStore]) -> None:
-    one, other = pair
+def test_each_finds_what_the_other_stored(one: DiskStore, other: DiskStore) -> None:
     assert one.take_changes() == []
     put(other, BLOCKS)
     assert one.contains(NAMES) == 0 and not one.find(bytes(16))
@@ -84,18 +80,14 @@ def test_each_finds_what_the_other_stored(pair: tuple[DiskStore, DiskStore]) -> 
     assert one.contains(NAMES) == 6 and sorted(one.take_changes()) == sorted(NAMES[1:])
     assert all(is_served(one, block) for block in BLOCKS)
     assert put(one, BLOCKS) == [Outcome.DUPLICATE] * 6
+    (late,) = make_path(1, seed=1)
+    put(other, [late])
+    assert not one.contains([late.block_id])
+    assert put(one, [late]) == [Outcome.DUPLICATE], "a write looks"
     remove(one, NAMES[3:])
     assert other.contains(NAMES) == 6
     other.directories[0].find_others()
     assert other.contains(NAMES) == 3
-
-
-def test_a_write_looks_whether_another_server_has_the_block(
-    pair: tuple[DiskStore, DiskStore],
-) -> None:
-    one, other = pair
-    put(other, BLOCKS)
-    assert put(one, BLOCKS) == [Outcome.DUPLICATE] * 6 and one.contains(NAMES) == 6
 
 
 def test_who_is_alone_asks_nobody(scratch: Path) -> None:
@@ -106,14 +98,12 @@ def test_who_is_alone_asks_nobody(scratch: Path) -> None:
     store = open_store(scratch, backend=FaultyBackend(faults))
     faults.on_stat = asked.append
     assert not store.find(bytes(16)) and not store.shared_with and not asked
-    store.close()
 
 
 def test_two_servers_write_a_block_at_once(
-    pair: tuple[DiskStore, DiskStore], faults: Faults, scratch: Path
+    one: DiskStore, other: DiskStore, faults: Faults, scratch: Path
 ) -> None:
     """One file takes the place of the other, and is counted once."""
-    one, other = pair
     faults.on_write = once(lambda: put(other, BLOCKS[:1]))
     assert put(one, BLOCKS[:1]) == [Outcome.OK]
     assert file_bytes(scratch) == FILE
@@ -122,9 +112,8 @@ def test_two_servers_write_a_block_at_once(
 
 
 def test_the_other_evicts_while_a_block_is_read(
-    pair: tuple[DiskStore, DiskStore], faults: Faults
+    one: DiskStore, other: DiskStore, faults: Faults
 ) -> None:
-    one, other = pair
     put(one, BLOCKS)
     other.directories[0].find_others()
     faults.on_read = once(lambda: remove(other, NAMES[:1]))
@@ -139,9 +128,8 @@ def test_the_other_evicts_while_a_block_is_read(
 
 
 def test_a_use_that_is_noted_does_not_bring_a_removed_block_back(
-    pair: tuple[DiskStore, DiskStore], faults: Faults
+    one: DiskStore, faults: Faults
 ) -> None:
-    one, _ = pair
     put(one, BLOCKS)
     one.directories[0].clock = Clock(4e9)
     one.touch(NAMES)
@@ -150,12 +138,11 @@ def test_a_use_that_is_noted_does_not_bring_a_removed_block_back(
     assert one.contains(NAMES) == 0 and len(one) == 0
 
 
-def test_learning_uses_does_not_bring_a_block_back(scratch: Path) -> None:
+def test_learning_uses_does_not_bring_a_block_back(scratch: Path, faults: Faults) -> None:
     store = open_store(scratch)
     put(store, BLOCKS)
     store.close()
     clock = Clock(1e9)  # all uses are to come: each is put right on the disk
-    faults = Faults()
     store = open_store(scratch, backend=FaultyBackend(faults), clock=clock)
     faults.on_note = once(lambda: remove(store, NAMES[:3]))
     store.directories[0].learn_uses()
@@ -164,7 +151,6 @@ def test_learning_uses_does_not_bring_a_block_back(scratch: Path) -> None:
     store = open_store(scratch, backend=FaultyBackend(faults), clock=lambda: 5e8)
     store.directories[0].learn_uses()
     assert sorted(store.block_ids()) == sorted(NAMES[3:])
-    store.close()
 
 
 # -- who is there ---------------------------------------------------------------------------------
@@ -214,7 +200,6 @@ def test_what_a_server_stored_that_left_is_found_when_a_look_is_due(scratch: Pat
     clock.pass_time(1.0 / FIND_SHARE)
     one.tick()
     assert one.contains(NAMES) == 6
-    one.close()
 
 
 def test_what_a_dead_server_was_writing_is_removed(scratch: Path) -> None:
@@ -238,7 +223,6 @@ def test_what_a_dead_server_was_writing_is_removed(scratch: Path) -> None:
         assert store.directories[0].ledger.used == FILE, "what is being written counts"
     Path(mine).unlink()
     (root / NEW / "folder").rmdir()
-    store.close()
 
 
 def test_a_ledger_that_says_nothing_is_counted_anew(scratch: Path) -> None:
@@ -250,7 +234,6 @@ def test_a_ledger_that_says_nothing_is_counted_anew(scratch: Path) -> None:
         assert put(store, [extra]) == [Outcome.OK]
         check_ledgers(store)
         remove(store, [extra.block_id])
-    store.close()
 
 
 # -- a server that stands still ------------------------------------------------------------------

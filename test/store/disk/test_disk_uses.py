@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from sglang_hc.store.disk import DiskStore
 from sglang_hc.store.disk.directory import AHEAD_NS, NOTED_NS, TOUCHES_KEPT
 from sglang_hc.store.disk.eviction import NEARLY_FULL
 from support.clock import Clock
-from support.disk_filling import START, fill, left, names
+from support.disk_filling import fill, left, names
 from support.disk_store import (
     FILE,
     Faults,
@@ -24,8 +25,7 @@ from support.disk_store import (
 )
 
 
-def test_uses_survive_a_restart(scratch: Path, clock: Clock) -> None:
-    store = open_store(scratch, size=40 * FILE, clock=clock)
+def test_uses_survive_a_restart(scratch: Path, store: DiskStore, clock: Clock) -> None:
     fill(store, range(5), clock)
     clock.now += 60
     store.touch(names(0))
@@ -34,12 +34,10 @@ def test_uses_survive_a_restart(scratch: Path, clock: Clock) -> None:
     store = open_store(scratch, size=40 * FILE, clock=clock)
     fill(store, range(5, 8), clock)
     assert left(store) == [0, 2, 5, 6, 7]
-    store.close()
 
 
-def test_uses_bring_blocks_to_the_end_of_the_order(scratch: Path, clock: Clock) -> None:
+def test_uses_bring_blocks_to_the_end_of_the_order(store: DiskStore, clock: Clock) -> None:
     """Which decides where there are more than are sorted at once. What is gone stays gone."""
-    store = open_store(scratch, clock=clock)
     fill(store, range(3), clock)
     (directory,) = store.directories
     store.touch(names(0))
@@ -53,7 +51,6 @@ def test_uses_bring_blocks_to_the_end_of_the_order(scratch: Path, clock: Clock) 
     store.touch(names(1) + names(2))
     directory.note_touches()
     assert left(store) == [0, 2] and list(directory.blocks)[:8] == names(0)[::-1]
-    store.close()
 
 
 def test_a_use_is_noted_on_the_disk_now_and_then(scratch: Path, clock: Clock) -> None:
@@ -68,7 +65,6 @@ def test_a_use_is_noted_on_the_disk_now_and_then(scratch: Path, clock: Clock) ->
         store.touch(names(0))
         directory.note_touches()
     assert len(noted) == 8 * 2
-    store.close()
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -93,30 +89,11 @@ def test_uses_of_another_server_are_respected(scratch: Path, clock: Clock, share
         other.close()
     assert bool(asked) == shared or len(asked) == 16, "only whether the name is taken"
     check_ledgers(store)
-    store.close()
-
-
-def test_blocks_of_a_clock_that_was_ahead_are_not_kept_for_ever(
-    scratch: Path, clock: Clock
-) -> None:
-    """A clock was a year ahead until it was set right: what was written then must not be younger
-    than all that is written in the next year."""
-    clock.now += 365 * 86400
-    store = open_store(scratch, size=40 * FILE, clock=clock)
-    fill(store, range(1), clock)
-    (path,) = [path_of_block(store, names(0)[3])]
-    store.close()
-    clock.now = START
-    store = open_store(scratch, size=40 * FILE, clock=clock)
-    store.directories[0].learn_uses()
-    assert path.stat().st_mtime == START, "the next start sees it too"
-    fill(store, range(1, 6), clock)
-    assert left(store) == [1, 2, 3, 4, 5]
-    store.close()
 
 
 @pytest.mark.parametrize("ahead", [AHEAD_NS, AHEAD_NS + 1])
 def test_clocks_of_servers_may_differ_a_little(scratch: Path, clock: Clock, ahead: int) -> None:
+    """What was used by a clock that is ahead must not be younger than all until then."""
     noted: list[str] = []
     faults = Faults()
     store = open_store(scratch, clock=clock)
@@ -131,7 +108,6 @@ def test_clocks_of_servers_may_differ_a_little(scratch: Path, clock: Clock, ahea
     directory.learn_uses()
     assert directory.blocks[names(0)[0]] == now
     assert noted == ([] if ahead == AHEAD_NS else [str(path)])
-    store.close()
 
 
 @pytest.mark.parametrize("used", [0.9, 0.95])
@@ -145,12 +121,12 @@ def test_uses_are_learned_when_room_is_nearly_gone(
     store = open_store(scratch, size=160 * FILE, clock=clock)
     store.tick()
     assert store.directories[0].knows_uses == (used > NEARLY_FULL)
-    store.close()
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_so_many_uses_are_kept_until_they_are_noted(scratch: Path, clock: Clock, more: int) -> None:
-    store = open_store(scratch, clock=clock)
+def test_so_many_uses_are_kept_until_they_are_noted(
+    store: DiskStore, clock: Clock, more: int
+) -> None:
     fill(store, range(1), clock)
     store.tick()
     clock.now += 60
@@ -161,4 +137,3 @@ def test_so_many_uses_are_kept_until_they_are_noted(scratch: Path, clock: Clock,
     directory.note_touches()
     used = path_of_block(store, names(0)[0]).stat().st_mtime
     assert (used == clock.now) == (more == 0), "the oldest go"
-    store.close()

@@ -14,8 +14,15 @@ from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote.backend import MOST_FRAMES
 from sglang_hc.store.remote.call_size import CALLS_SEEN, OWN_SHARE, SHORT_S, CallSize
 from support.clock import Clock
-from support.remote import FOREVER, FakeBackend, make_blocks, make_path, save, wait
-from support.waiting import HANGS_S
+from support.remote import (
+    FOREVER,
+    FakeBackend,
+    make_blocks,
+    make_path,
+    read_in_one_call,
+    save,
+    wait,
+)
 
 ROUND = 1e-6
 SECONDS = st.floats(1e-6, 10.0)
@@ -48,22 +55,6 @@ def test_a_call_is_short_or_its_own_price_is_small(fixed: float, each: float, mo
         assert fixed <= OWN_SHARE * one_more * (1 + ROUND), "too dear"
     if blocks > 1:
         assert seconds <= SHORT_S * (1 + ROUND) or fixed >= OWN_SHARE * seconds * (1 - ROUND)
-
-
-@pytest.mark.parametrize(
-    ("fixed", "each", "blocks"),
-    [
-        (0.0, 2.1 * SHORT_S, 1),
-        (0.0, SHORT_S / 2.1, 2),
-        (0.0, 1.01 * SHORT_S / MOST_FRAMES, MOST_FRAMES - 1),
-        (0.0, 0.99 * SHORT_S / MOST_FRAMES, MOST_FRAMES),
-        (0.05, 0.05 / 2.1 * 9, 2),  # a round trip counts nine times
-        (0.05, 0.99 * 0.05 / MOST_FRAMES * 9, MOST_FRAMES),
-        (0.05, 0.0, MOST_FRAMES),
-    ],
-)
-def test_the_size_of_a_call(fixed: float, each: float, blocks: int) -> None:
-    assert usual(fixed, each) == blocks
 
 
 def test_a_store_that_was_never_read_is_read_with_few_blocks() -> None:
@@ -128,16 +119,10 @@ def test_blocks_of_a_slow_store_come_one_by_one(
 
     Backend.clock, Backend.seconds, Backend.sizes = clock, seconds, []
     io = make_blocks(store, pool, clock, backend=Backend)
-    path = make_path(8)
+    path = make_path(7)
     save(io, pool, path)
-    store.open.clear()
-    store.entered.clear()
-    io.read(0, path[0].block_id, 0, FOREVER)
-    assert store.entered.wait(HANGS_S)  # the others are asked for meanwhile
-    for slot, block in enumerate(path[1:], 1):
-        io.read(slot, block.block_id, slot, FOREVER)
-    store.open.set()
-    assert {done.outcome for done in wait(io, len(path))} == {Outcome.OK}
+    read_in_one_call(io, store, path)
+    assert {done.outcome for done in wait(io, len(path) + 1)} == {Outcome.OK}
     io.close()
     assert Backend.sizes == sizes
 

@@ -11,7 +11,6 @@ import pytest
 from sglang_hc.store import known_blocks as blocks
 from sglang_hc.store.circuit_breaker import FAILURES_TO_OPEN
 from sglang_hc.store.disk.format import check_block
-from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.jobs import Job, JobThread
 from sglang_hc.store.known_blocks import KnownBlocks, Presence
 from sglang_hc.store.outcome import Outcome
@@ -28,6 +27,7 @@ from support.remote import (
     make_blocks,
     make_path,
     names_of,
+    read_in_one_call,
     save,
     until,
     wait,
@@ -64,14 +64,8 @@ def test_a_block_that_cannot_be_read_costs_no_other(
     save(io, pool, path)
     bad = path[3].block_id
     store.unreadable = {storage_key(MODEL, bad)}
-    store.open.clear()
-    store.entered.clear()
-    io.read(len(path), path[0].block_id, TARGET, FOREVER)
-    assert store.entered.wait(HANGS_S)  # what is asked for meanwhile goes into one call
-    for slot, block in enumerate(path):
-        pool.slot(slot)[:] = 0
-        io.read(slot, block.block_id, slot, FOREVER)
-    store.open.set()
+    pool.bytes[:] = 0
+    read_in_one_call(io, store, path)
     lost = [done.ticket for done in wait(io, len(path) + 1) if done.outcome is not Outcome.OK]
     here = [np.array_equal(pool.slot(i), data_of(block.block_id)) for i, block in enumerate(path)]
     assert lost == [3] and here == [slot != 3 for slot in range(len(path))]
@@ -84,10 +78,10 @@ def test_a_block_that_cannot_be_saved_costs_no_other(io: KnownBlocks, store, poo
     path = make_path(FAILURES_TO_OPEN + 2)
     names = names_of(path)
     store.unwritable = {storage_key(MODEL, names[3])}
-    store.open.clear()
+    store.hang()
     first = make_path(1, seed=1)
     io.write(len(path), first[0], TARGET, FOREVER)
-    assert store.entered.wait(HANGS_S)  # what is written meanwhile goes into one call
+    store.wait_for_call()  # what is written meanwhile goes into one call
     for slot, block in enumerate(path):
         pool.slot(slot)[:] = data_of(block.block_id)
         io.write(slot, block, slot, FOREVER)
@@ -116,7 +110,7 @@ def test_a_save_that_finds_the_queue_full_is_dropped(
 ) -> None:
     monkeypatch.setattr(blocks, "SAVE_QUEUE", 2)
     io = make_blocks(store, pool, clock)
-    store.open.clear()
+    store.hang()
     for slot, block in enumerate(make_path(5)):
         io.write(slot, block, slot, FOREVER)
     assert [done.outcome for done in wait(io, 3)] == [Outcome.DROPPED] * 3
@@ -130,7 +124,7 @@ def test_beyond_so_many_open_questions_a_block_counts_as_absent(
 ) -> None:
     monkeypatch.setattr(blocks, "LOOKUP_QUEUE", 2)
     io = make_blocks(store, pool, clock)
-    store.open.clear()
+    store.hang()
     names = names_of(make_path(3))
     assert [io.ask([name]) for name in names] == [True, True, False]
     assert (io.counts["remote_lookups"], io.counts["remote_lookup_dropped"]) == (2, 1)
@@ -141,37 +135,27 @@ def test_beyond_so_many_open_questions_a_block_counts_as_absent(
     io.close()
 
 
-def test_a_hung_lookup_is_answered_by_its_deadline(io: KnownBlocks, store, clock) -> None:
-    names = names_of(make_path(2))
-    store.open.clear()
-    io.ask(names)
-    assert store.entered.wait(HANGS_S)
-    clock.now += blocks.LOOKUP_S
-    io.poll()
-    assert not io.ask(names) and io.contains(names) == 0
-    assert io.counts["remote_lookup_timed_out"] == 1
-
-
 def test_a_hung_store_is_not_asked_until_it_answers(
     io: KnownBlocks, store, pool, clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = make_path(1)
     save(io, pool, path)
     names = names_of(path)
-    store.open.clear()
-    store.entered.clear()
+    store.hang()
     io.read(1, names[0], TARGET, clock.now + 10)
-    assert store.entered.wait(HANGS_S)
+    store.wait_for_call()
     assert io.poll() == []
     clock.now += 11
     with caplog.at_level(logging.WARNING):
         assert [done.outcome for done in io.poll()] == [Outcome.TIMED_OUT]
         assert "hangs" in caplog.text
         assert io.contains(names) == 0 and not io.ask(names)
+        pool.slot(TARGET)[:] = 7  # it may belong to another block by now
         store.open.set()
         until(lambda: bool(io.levels()["remote_usable"]))
         io.poll()
     assert "answers again" in caplog.text
+    assert (pool.slot(TARGET) == 7).all()
     clock.now += Presence.ABSENT.value
     assert find(io, names) == 1
 
@@ -181,13 +165,12 @@ def test_what_a_hung_store_would_be_asked_fails_at_once(
 ) -> None:
     kept, new = make_path(2), make_path(2, seed=1)
     save(io, pool, kept)
-    store.open.clear()
-    store.entered.clear()
+    store.hang()
     io.write(1, new[0], 0, clock.now + 10)
-    assert store.entered.wait(HANGS_S)
-    store.entered.clear()
+    store.wait_for_call()
+    store.hang()
     io.read(2, kept[0].block_id, TARGET, clock.now + 10)
-    assert store.entered.wait(HANGS_S)
+    store.wait_for_call()
     clock.now += 11
     assert [done.outcome for done in io.poll()] == [Outcome.TIMED_OUT] * 2
     calls = len(store.calls)
@@ -201,24 +184,6 @@ def test_what_a_hung_store_would_be_asked_fails_at_once(
     store.open.set()
     until(lambda: bool(io.levels()["remote_usable"]))
     assert load(io, kept[1].block_id) is Outcome.OK
-
-
-def test_a_read_that_comes_too_late_leaves_the_slot_alone(
-    io: KnownBlocks, store, pool: HostPool, clock
-) -> None:
-    """After its answer the slot may belong to another block; a late copy would corrupt that."""
-    path = make_path(1)
-    save(io, pool, path)
-    store.open.clear()
-    store.entered.clear()
-    io.read(1, path[0].block_id, TARGET, clock.now + 10)
-    assert store.entered.wait(HANGS_S)
-    clock.now += 11
-    assert [done.outcome for done in io.poll()] == [Outcome.TIMED_OUT]
-    pool.slot(TARGET)[:] = 7
-    store.open.set()
-    until(lambda: bool(io.levels()["remote_usable"]), io.poll)  # the thread is past it
-    assert (pool.slot(TARGET) == 7).all()
 
 
 def test_jobs_of_one_call_are_late_together(clock: Clock) -> None:
@@ -252,10 +217,10 @@ def test_jobs_of_one_call_are_late_together(clock: Clock) -> None:
 def test_a_slot_is_read_before_the_store_is_called(io: KnownBlocks, store, pool, clock) -> None:
     """A save whose put hangs is answered; what its slot holds by then is not what is stored."""
     path = make_path(1)
-    store.open.clear()
+    store.hang()
     pool.slot(0)[:] = data_of(path[0].block_id)
     io.write(1, path[0], 0, clock.now + 30)
-    assert store.entered.wait(HANGS_S)
+    store.wait_for_call()
     clock.now += 31
     assert [done.outcome for done in io.poll()] == [Outcome.TIMED_OUT]
     pool.slot(0)[:] = 0
@@ -271,9 +236,9 @@ def test_close_leaves_a_hung_thread_behind(
 ) -> None:
     monkeypatch.setattr(store_module, "CLOSE_S", 0.01)
     io = make_blocks(store, pool, clock)
-    store.open.clear()
+    store.hang()
     io.ask(names_of(make_path(1)))
-    assert store.entered.wait(HANGS_S)
+    store.wait_for_call()
     closing = threading.Thread(target=io.close)
     closing.start()
     closing.join(HANGS_S)
@@ -297,13 +262,7 @@ def test_the_blocks_of_one_call_are_told_of_together(
         return check_block(*args)
 
     monkeypatch.setattr(store_module, "check_block", slowly)
-    store.open.clear()
-    store.entered.clear()
-    io.read(len(path), path[0].block_id, TARGET, FOREVER)
-    assert store.entered.wait(HANGS_S)  # what is asked for meanwhile goes into one call
-    for slot, block in enumerate(path):
-        io.read(slot, block.block_id, slot, FOREVER)
-    store.open.set()
+    read_in_one_call(io, store, path)
     assert last.wait(HANGS_S)
     assert [done.ticket for done in io.poll()] == [len(path)], "of three, two are proven"
     goes_on.set()
