@@ -82,7 +82,7 @@ def meet_faults(folder: str) -> dict[str, tuple]:
         (directory,) = store.directories
         directory.breaker.succeeded()  # its pause is over
         if name == "no space":
-            store.evictors[directory].look_for_room()  # as every ten seconds
+            store.evictors[directory].look(count=False)  # as every ten seconds
         prefetch.PATIENCE = patience
         forget()
         again = talk(core, name, forget)[1] if name != "removed" else reply

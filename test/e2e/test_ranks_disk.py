@@ -64,7 +64,7 @@ def end_pauses(core: RankedCore) -> None:
     store = store_of(core)
     for directory in store.directories:
         directory.breaker.succeeded()
-        store.evictors[directory].look_for_room()
+        store.evictors[directory].look(count=False)
 
 
 @pytest.mark.parametrize("kind", [*CORES, pytest.param("grid", marks=pytest.mark.slow)])

@@ -211,7 +211,7 @@ def test_fsck_finds_and_removes_what_is_damaged(
     assert sum(is_served(store, block) for block in BLOCKS) == 5
     assert {*put(store, BLOCKS)} == {Outcome.OK, Outcome.DUPLICATE}
     assert all(is_served(store, block) for block in BLOCKS) and is_served(foreign, other)
-    store.maintenance[store.directories[0]]._evictor.count()
+    store.maintenance[store.directories[0]]._evictor.look(count=True)
     check_ledgers(store)
     store.close()
     foreign.close()
