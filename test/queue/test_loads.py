@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from sglang_hc.queue.loads import BlockLoad, BlockState
-from sglang_hc.store.outcome import Outcome
 from support.meeting_world import WORD, World
 
 LAST = len(WORD) - 1
@@ -34,16 +33,6 @@ def test_a_block_on_its_way_to_the_device_passes_all_states() -> None:
     assert state(world) is BlockState.RESTORED
     assert world.meeting.load.blocks[LAST].take_rows() == "rows"
     assert state(world) is BlockState.HERE and not world.meeting.load.restored
-    world.settle()
-
-
-@pytest.mark.parametrize("outcome", [Outcome.DAMAGED, Outcome.IO_ERROR, Outcome.MISSING])
-def test_a_read_that_fails_loses_its_block(outcome: Outcome) -> None:
-    world = World()
-    world.meeting.read_down_to(LAST)
-    world.deliver(0, outcome)
-    assert state(world) is BlockState.LOST
-    assert not world.meeting.load.blocks[LAST].is_here
     world.settle()
 
 
