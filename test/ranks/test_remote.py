@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from sglang_hc.ranks.agreement import ALONE
 from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.circuit_breaker import FAILURES_TO_OPEN
@@ -15,19 +14,7 @@ from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.presence import Presence
 from support.fake_store import FakeStoreIo
-from support.several_ranks import Group
-
-
-def no_wait(_rank: int):
-    def fail() -> None:
-        raise AssertionError("nobody waits here")
-
-    return fail
-
-
-def name(number: int) -> bytes:
-    return number.to_bytes(16, "big")
-
+from support.several_ranks import Group, name, no_wait
 
 PATH = [name(number) for number in range(5)]
 
@@ -173,20 +160,9 @@ def test_one_rank_empties_the_store_and_nobody_looks_before_it_has(pair: Pair) -
     assert pair.asked() == [True, True] and not pair.stores[0].held()
 
 
-def test_a_deadline_counts_from_now_however_long_nothing_was_told(pair: Pair) -> None:
-    pair.blocks[0].read(1, PATH[0], 0, pair.group.agreements[0].clock() + 10.0)
-    left = pair.stores[0].moves[0].deadline - time.monotonic()
-    assert 9.0 < left <= 10.0
-
-
 def test_nobody_waits_for_a_look_up(pair: Pair) -> None:
     """When the tiers are emptied, moves are waited for; a look-up holds no slot."""
     assert pair.asked() == [True, True]
     for agreement in pair.group.agreements:
         agreement.pause()
     assert pair.asked() == [True, True]
-
-
-def test_one_rank_alone_is_as_it_was() -> None:
-    store = FakeStoreIo()
-    assert ALONE.blocks(store) is store
