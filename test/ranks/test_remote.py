@@ -9,7 +9,6 @@ import pytest
 
 from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone
-from sglang_hc.store.circuit_breaker import FAILURES_TO_OPEN
 from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.presence import Presence
@@ -126,25 +125,6 @@ def test_a_read_takes_as_long_as_its_slowest_part(pair: Pair) -> None:
     (first,), (second,) = pair.a_pass()
     assert first == second and first.at is not None
     assert first.at == pytest.approx(53.0, abs=0.5)
-
-
-def test_a_store_that_fails_on_one_rank_is_left_alone_by_all(pair: Pair) -> None:
-    for store in pair.stores:
-        store.hold(PATH)
-    for _ in range(FAILURES_TO_OPEN):
-        assert pair.asked() == [True, True]
-        pair.stores[0].answer()
-        pair.stores[1].answer(Outcome.TIMED_OUT)
-        pair.group.now += Presence.ABSENT.value
-        pair.a_pass()
-        pair.group.now += Presence.ABSENT.value
-        pair.a_pass()
-    assert [blocks.levels() for blocks in pair.blocks] == [{"remote_usable": 0}] * 2
-    assert pair.asked() == [False, False]
-    assert [counts["remote_pauses"] for counts in pair.counts] == [1, 1]
-    pair.group.now += 3600.0
-    pair.a_pass()
-    assert pair.asked() == [True, True]
 
 
 def test_one_rank_empties_the_store_and_nobody_looks_before_it_has(pair: Pair) -> None:
