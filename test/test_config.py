@@ -117,18 +117,15 @@ def test_a_wrong_value_is_named_with_its_flag(machine: Path, argv: list[str], me
         ("[]", "SGLANG_HC_CONFIG: Expected `object`, got `array`"),
         ('{"host_size": 1}', "unknown host_size; known are audit"),
         ('{"host_size_gb": true}', r"got `bool` - at `\$.host_size_gb`"),
-        ('{"host_size_gb": "1"}', r"Expected `float \| null`, got `str` - at `\$.host_size_gb`"),
         (
             '{"host_size_gb": -1}',
             r": host_size_gb \(--hc-host-size-gb\): must be above 0",
         ),
-        ('{"forms": 3}', r"Expected `str`, got `int` - at `\$.forms`"),
         ('{"forms": "fast"}', r": forms \(--hc-forms\): layer plan 'fast'"),
         (
             '{"eviction": "mru"}',
             r": eviction \(--hc-eviction\): 'mru' is not one of queue, lru",
         ),
-        ('{"disable": "no"}', r"Expected `bool`, got `str` - at `\$.disable`"),
         ('{"disk": "/a"}', r"Expected `array`, got `str` - at `\$.disk`"),
         ('{"disk": [1]}', r"Expected `str`, got `int` - at `\$.disk\[0\]`"),
     ],

@@ -65,14 +65,6 @@ def test_forms_are_shared_by_stages(counts, stages, parts) -> None:
     assert list(map(str, LayerPlan(*counts).over(stages))) == parts
 
 
-@pytest.mark.parametrize(
-    ("counts", "words"), [((4, 0, 4), "recompute at most 3"), ((0, 1, 7), "none as hidden")]
-)
-def test_a_stage_without_a_form_is_refused(counts, words) -> None:
-    with pytest.raises(PlanError, match=words):
-        LayerPlan(*counts).over([4, 4])
-
-
 @pytest.mark.parametrize("layer", [-1, 6])
 def test_a_layer_outside_the_model_is_an_error(layer: int) -> None:
     with pytest.raises(IndexError, match="6-layer"):

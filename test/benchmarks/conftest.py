@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,21 +10,15 @@ from typing import Any
 
 import pytest
 
+from scripts import make_tiny_models
 from support.fake_sglang import FakeServer, serve
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with tokenizer and config; its chat template ends messages with the end token."""
-    spec = importlib.util.spec_from_file_location("tiny_models", SCRIPTS / "make_tiny_models.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
     folder = tmp_path_factory.mktemp("tokenizer")
-    module.build_tokenizer(1024, 4096).save_pretrained(folder)
+    make_tiny_models.build_tokenizer(1024, 4096).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"vocab_size": 1000}))
     return folder
 

@@ -118,18 +118,6 @@ def test_nobody_listens() -> None:
     assert "Connect" in run.failed[0].error
 
 
-def test_logprobs_of_two_candidates(fake_server: Start) -> None:
-    fake = fake_server(margin=0.25)
-    prompt = [1, 2, 3]
-    (best,) = fake.reply_ids(prompt, 1)
-
-    async def ask() -> dict[int, float]:
-        async with Client(fake.url, HANGS_S) as client:
-            return await client.logprobs(prompt, [best, 5])
-
-    assert asyncio.run(ask()) == {best: 0.0, 5: -0.25}
-
-
 def test_flush_is_reported(fake_server: Start) -> None:
     async def flush(url: str) -> bool:
         async with Client(url, HANGS_S) as client:

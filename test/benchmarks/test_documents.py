@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmark.harness import documents
-from benchmark.harness.client import Client
-from benchmark.harness.driver import Pace, drive
 from benchmark.harness.tokens import Tokenizer, load_tokenizer
 from benchmark.harness.workload import prompt_ids
 from sglang_hc.tools.cli.main import UsageError
-from sglang_hc.tools.workloads.sessions import Session, Workload
+from sglang_hc.tools.workloads.sessions import Session
 
-ROOT = Path(__file__).resolve().parents[2]
 TALK = {
     "document": "text.txt",
     "lines": [2, 3],
@@ -65,27 +60,6 @@ def test_the_limit_counts_conversations(file: Path, tokenizer: Tokenizer) -> Non
     assert len(read(file, tokenizer, 1)) == 1
 
 
-def test_what_is_sent_is_what_the_comparison_assumes(
-    fake_server: Callable[..., Any], file: Path, tokenizer: Tokenizer
-) -> None:
-    fake = fake_server()
-    sessions = read(file, tokenizer)
-
-    async def ask() -> Any:
-        async with Client(fake.url, 30) as client:
-            return await drive(
-                client, Workload("test", sessions), Pace(max_parallel=1, round_barrier=True)
-            )
-
-    outputs = asyncio.run(ask()).outputs()
-    sent = [body["input_ids"] for body in fake.paths("/generate")]
-    turns = [(session, turn) for turn in range(3) for session in range(2)]
-    assert sent == [
-        prompt_ids(sessions[s], t, [outputs[s, before].reply.ids for before in range(t)])
-        for s, t in turns
-    ]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -121,8 +95,3 @@ def test_a_template_that_does_not_end_replies_is_refused(
     monkeypatch.setattr(type(tokenizer), "chat", chat)
     with pytest.raises(UsageError, match="does not end replies"):
         read(file, tokenizer)
-
-
-def test_the_demos_conversations_can_be_read(tokenizer: Tokenizer) -> None:
-    sessions = read(ROOT / "benchmark" / "texts" / "conversations.json", tokenizer)
-    assert len(sessions) == 5 and sum(len(session.turns) for session in sessions) == 15

@@ -99,7 +99,7 @@ def test_a_rehearsal_runs_two_layers_without_hicache(
     assert "this was a rehearsal" in capsys.readouterr().out
 
 
-def test_one_arm_is_kept_as_a_cell_and_not_run_again(
+def test_cells_of_single_arms_become_one_result_and_are_not_measured_again(
     script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What the campaign does: every arm in a process of its own, all of them in one file."""
@@ -114,6 +114,13 @@ def test_one_arm_is_kept_as_a_cell_and_not_run_again(
     ]
     assert "--page-size 64" in lines[1]["values"]["arm"]["command"]
     assert "--cells" not in lines[0]["command"]
+    result = served_results(latest(lines))["multi-turn-llama-2-7b"]
+    assert [arm["name"] for arm in result["arms"]] == ["stock", "hicache", "auto"]
+    assert result["reference"] == "stock"
+    pairs = {(row["arm"], row["against"]) for row in result["ratios"]}
+    assert pairs == {("hicache", "stock"), ("auto", "stock"), ("auto", "hicache")}
+    assert [row[1] for row in report.overview_table(result).rows] == ["stock", "hicache", "auto"]
+    assert len(settings.goal_lines(result, "llama-2-7b")) == 3
     capsys.readouterr()
     assert script("multi_turn", *words, "--arms", "hicache", gpu=True) == 0
     assert "nothing left to run" in capsys.readouterr().out and len(read(cells)) == 3
@@ -121,23 +128,6 @@ def test_one_arm_is_kept_as_a_cell_and_not_run_again(
     again = ["--arms", "stock", "--repeat", "2"]
     assert script("multi_turn", *words, *again, gpu=True) == 0
     assert [line["key"][-8:] for line in read(cells)[3:]] == ["repeat 1"]
-
-
-def test_cells_of_single_arms_become_one_result(
-    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cells = tmp_path / "cells.jsonl"
-    words = ["--shape", "llama-2-7b", "--models", str(tmp_path), *SHORT, "--cells", str(cells)]
-    for arm in ("auto", "hicache", "stock"):
-        assert script("multi_turn", *words, "--arms", arm, gpu=True) == 0
-    made = served_results(latest(read(cells)))
-    result = made["multi-turn-llama-2-7b"]
-    assert [arm["name"] for arm in result["arms"]] == ["stock", "hicache", "auto"]
-    assert result["reference"] == "stock"
-    pairs = {(row["arm"], row["against"]) for row in result["ratios"]}
-    assert pairs == {("hicache", "stock"), ("auto", "stock"), ("auto", "hicache")}
-    assert [row[1] for row in report.overview_table(result).rows] == ["stock", "hicache", "auto"]
-    assert len(settings.goal_lines(result, "llama-2-7b")) == 3
 
 
 @pytest.mark.usefixtures("models")

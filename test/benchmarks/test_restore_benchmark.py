@@ -17,25 +17,15 @@ from benchmark.restore.capture import host_gb
 from benchmark.restore.ceilings import bound
 from benchmark.restore.goals import restore_lines
 from sglang_hc.forms import LayerPlan, StateShape
-from sglang_hc.tools.model_shape import ModelShape
+from support.papers import SHAPE
 
 
 def test_the_bound_is_the_slower_of_copies_and_products() -> None:
     """Llama 2 7B, 1,000 tokens: 512 KiB a token as KV, half as hidden states."""
-    model = ModelShape.from_config(
-        {
-            "model_type": "llama",
-            "hidden_size": 4096,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "intermediate_size": 11008,
-            "torch_dtype": "bfloat16",
-        }
-    )
     engine = SimpleNamespace(shape=StateShape(32, 8192, (8192, 8192), "bfloat16"))
 
     def seconds(plan: LayerPlan, bandwidth: float = 1e9, rate: float = 1e15) -> float:
-        found: float = bound(engine, model, plan, 1000, bandwidth, rate)
+        found: float = bound(engine, SHAPE, plan, 1000, bandwidth, rate)
         return found
 
     assert seconds(LayerPlan(0, 0, 32)) == pytest.approx(0.524288)

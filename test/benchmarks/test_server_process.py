@@ -88,10 +88,6 @@ def test_a_server_that_is_never_healthy_is_given_up(tmp_path: Path) -> None:
         _ = server.pid
 
 
-def test_free_ports_can_be_bound() -> None:
-    assert 0 < free_port() < 65536
-
-
 def test_a_port_lost_while_starting_is_replaced(
     tmp_path: Path, module: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

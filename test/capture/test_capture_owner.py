@@ -1,4 +1,4 @@
-"""A block keeps its slot while rows are still on their way to it, even when others need room."""
+"""A block keeps its slot while rows are on their way to it or from it, whoever needs room."""
 
 from __future__ import annotations
 
@@ -17,27 +17,12 @@ FEW = STRAIGHT_ROWS - 1
 TOKENS = pack_tokens([1] * FEW)
 
 
-def compute(tiers: Tiers, start: int, rows: int) -> None:
-    """Request r computes rows behind its first `start` tokens."""
-    if not start:
-        tiers.capture.open("r", Prefix(None, b""))
-    taps = torch.zeros((2, rows, HIDDEN_BYTES), dtype=torch.uint8)
-    tiers.capture.take([Segment("r", start, 0, rows)], taps)
-
-
-def test_a_block_that_is_not_ready_does_not_make_room() -> None:
-    tiers, _, executor = build(PLAN, slots=2, device_slots=100)
-    compute(tiers, 0, FEW)
-    tiers.capture.commit("r", Prefix(None, TOKENS), torch.arange(FEW), final=True)
-    assert tiers.host.published_blocks == 1
-    assert not tiers.host.tree.match(Prefix(None, TOKENS)).ready.tokens
-    other = tiers.host.stage(0.0)
-    assert other is not None and tiers.host.stage(0.0) is None  # e.g. for a read from disk
-    executor.step()
-    tiers.poll()
-    assert tiers.host.tree.match(Prefix(None, TOKENS)).ready.tokens == FEW
-    assert tiers.host.stage(0.0) is not None
-    assert tiers.host.published_blocks == 0
+def compute(tiers: Tiers, start: int, rows: int, rid: str = "r", value: int = 0) -> None:
+    """A request computes rows behind its first `start` tokens, all hidden bytes `value`."""
+    if not tiers.capture.is_open(rid):
+        tiers.capture.open(rid, Prefix(None, pack_tokens([1] * start)))
+    taps = torch.full((2, rows, HIDDEN_BYTES), value, dtype=torch.uint8)
+    tiers.capture.take([Segment(rid, start, 0, rows)], taps)
 
 
 def test_a_block_that_left_while_it_was_scattered_frees_its_slot_afterwards() -> None:
@@ -53,4 +38,26 @@ def test_a_block_that_left_while_it_was_scattered_frees_its_slot_afterwards() ->
         executor.step()
         tiers.poll()
     assert tiers.host.free_slots == 2
+    tiers.check_integrity()
+
+
+def test_the_block_that_is_continued_does_not_make_room_for_its_copy() -> None:
+    tiers, _, _ = build(PLAN, slots=2, device_slots=200)
+
+    def serve(rid: str, tokens: list[int], start: int, value: int) -> None:
+        compute(tiers, start, len(tokens) - start, rid, value)
+        prefix = Prefix(None, pack_tokens(tokens))
+        tiers.capture.commit(rid, prefix, torch.arange(len(tokens)), final=True)
+        tiers.drain()
+
+    serve("old", [1] * 40, 0, 7)  # least recently used
+    serve("new", [2] * 40, 0, 9)
+    assert tiers.host.free_slots == 0
+    # The device still holds "old"; a request goes on in the middle of its block.
+    longer = [1] * 40 + [3] * 10
+    serve("on", longer, 40, 5)
+    nodes, usable = tiers.host.tree.match(Prefix(None, pack_tokens(longer))).ready
+    assert usable == 50
+    hidden = torch.from_numpy(tiers.restorer.path.pool.hidden[nodes[0].slot])
+    assert (hidden[:, :40] == 7).all() and (hidden[:, 40:50] == 5).all()
     tiers.check_integrity()

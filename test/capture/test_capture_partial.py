@@ -82,25 +82,18 @@ def fill_pool(pool: ToyPool) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("rows", [191, 192, 193, 1000])
-def test_a_prompt_longer_than_all_snapshots_is_kept_whole(plan: LayerPlan, rows: int) -> None:
-    """There is room for 3 x 64 rows, and no executor takes any away meanwhile."""
+@pytest.mark.parametrize("prompts", [[191], [192], [193], [1000], [500, 500]])
+def test_prompts_longer_than_all_snapshots_are_kept_whole(
+    plan: LayerPlan, prompts: list[int]
+) -> None:
+    """In one pass. There is room for 3 x 64 rows, and no executor takes any away meanwhile."""
     tiers, pool, _ = build(plan, slots=40, device_slots=3000)
     fill_pool(pool)
-    passes(tiers, [(1, 0, rows)])
-    commit(tiers, 1, rows)
-    assert kept(tiers, 1, rows) == rows
+    passes(tiers, [(seed, 0, rows) for seed, rows in enumerate(prompts, 1)])
+    for seed, rows in enumerate(prompts, 1):
+        commit(tiers, seed, rows)
+    assert [kept(tiers, seed, rows) for seed, rows in enumerate(prompts, 1)] == prompts
     assert not tiers.capture.counters["not_staged_tokens"]
-
-
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_two_such_prompts_in_one_pass_are_kept_whole(plan: LayerPlan) -> None:
-    tiers, pool, _ = build(plan, slots=40, device_slots=3000)
-    fill_pool(pool)
-    passes(tiers, [(1, 0, 500), (2, 0, 500)])
-    for seed in (1, 2):
-        commit(tiers, seed, 500)
-    assert [kept(tiers, seed, 500) for seed in (1, 2)] == [500, 500]
 
 
 @pytest.mark.parametrize(("steps", "lost"), [(8, 0), (9, 1)])

@@ -10,7 +10,7 @@ from sglang_hc.capture.snapshots import Snapshots
 from sglang_hc.capture.taps import TapBuffer
 from sglang_hc.device.copy_stream import HostCopyStream
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
-from sglang_hc.store.executor import CopyRows, RowSpan, ScatterRows
+from sglang_hc.store.executor import RowSpan
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.scatter_queue import ScatterQueue
 from support.host import host_tier
@@ -111,49 +111,6 @@ def test_a_snapshot_that_waits_for_the_forward_pass_holds_no_restoration_back() 
     assert len(bench.scatters) == 1
 
 
-def test_an_operation_waits_for_its_mark_and_what_follows_waits_with_it() -> None:
-    device = StreamDevice(0)
-    bench = Bench(device=device)
-    copy_stream = SimulatedCopyStream(device)
-    copy_stream.copy(torch.zeros(1), torch.ones(1))
-    first = bench.scatters.submit(CopyRows(0, 1, 4), after=copy_stream.record())
-    second = bench.scatters.submit(CopyRows(1, 2, 4))
-    for _ in range(3):
-        bench.executor.step()
-        bench.scatters.poll()
-    assert not first.done and not second.done and len(bench.scatters) == 2
-    device.run()
-    bench.scatters.poll()
-    bench.executor.step()
-    bench.scatters.poll()
-    assert first.done and not second.done
-    bench.scatters.drain()
-    assert second.done and bench.scatters.last() is second and len(bench.scatters) == 0
-
-
-def test_a_slot_that_was_not_written_is_bad_and_so_is_its_copy() -> None:
-    bench = Bench()
-    bench.executor.fail_next = 1
-    bench.scatters.submit(ScatterRows(0, (RowSpan(0, 3, 0, 2), RowSpan(2, 4, 0, 1))))
-    bench.scatters.submit(CopyRows(4, 5, 1))
-    bench.scatters.submit(CopyRows(6, 7, 1))
-    bench.scatters.drain()
-    assert bench.host.damaged_slots == {3, 4, 5}
-
-
-def test_callbacks_run_once_when_their_operation_is_over() -> None:
-    bench = Bench()
-    told: list[str] = []
-    for name in ("a", "b"):
-        bench.scatters.submit(CopyRows(0, 1, 1)).then(lambda n=name: told.append(n))
-    bench.executor.step()
-    bench.scatters.poll()
-    assert told == ["a"]
-    bench.scatters.drain()
-    bench.scatters.poll()
-    assert told == ["a", "b"]
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_the_next_step_never_waits_for_what_the_last_one_tapped(seed: int) -> None:
     """Steps overwrite the same tap buffer while no copy to the host moves at all, as in a replayed
@@ -177,25 +134,3 @@ def test_the_next_step_never_waits_for_what_the_last_one_tapped(seed: int) -> No
     device.run()
     bench.scatters.drain()
     assert [bench.row(step, 0) for step in range(steps)] == [1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_device_buffer_is_not_refilled_before_its_copy_is_over(seed: int) -> None:
-    device = StreamDevice(seed, bias=0.9)
-    bench = Bench(rows=1, buffers=1, device=device)
-    for step in range(4):
-        while not bench.snapshots.room:
-            bench.executor.step()
-            bench.scatters.poll()
-            if not bench.snapshots.room:
-                device.step()
-
-        def fill(
-            targets: list[torch.Tensor], at: int, first: int, count: int, value: int = step + 1
-        ) -> None:
-            device.submit(COMPUTE, lambda: targets[0].fill_(value))
-
-        bench.snapshots.add(0, 1, fill, [RowSpan(0, step, 0, 1)])
-    device.run()
-    bench.scatters.drain()
-    assert [bench.row(step, 0) for step in range(4)] == [1, 2, 3, 4]

@@ -12,7 +12,7 @@ import torch
 
 from sglang_hc.device import copy_stream, cuda_copies
 from support.cuda import STREAM, HostRuntime, fake_cuda
-from support.streams import COMPUTE, SimulatedCopyStream, StreamDevice
+from support.streams import COMPUTE, StreamDevice
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -61,40 +61,11 @@ def test_copies_of_a_host_are_never_late() -> None:
     copies.close()
 
 
-def test_the_late_device_keeps_the_order_that_fences_ask_for() -> None:
-    """The tests of this folder rest on it."""
-    for seed in range(20):
-        device = StreamDevice(seed)
-        copies = SimulatedCopyStream(device)
-        first, second, third = (torch.full((1, 1), n, dtype=torch.uint8) for n in (1, 2, 3))
-        device.submit(COMPUTE, lambda t=first: t.fill_(9))
-        copies.after(copies.computed())
-        copies.copy(second, first)
-        event = copies.record()
-        assert not event.done()
-        copies.before_compute(event)
-        device.submit(COMPUTE, lambda t=third, s=second: t.copy_(s))
-        event.wait()
-        assert event.done() and second.item() == 9
-        device.run()
-        assert third.item() == 9
-
-
 def test_the_late_device_finds_fences_that_wait_for_each_other() -> None:
     device = StreamDevice(0)
     device.submit(COMPUTE, None, (1, 1))
     with pytest.raises(AssertionError, match="nothing can move"):
         device.run()
-
-
-def test_streams_are_drawn_until_one_is_new() -> None:
-    """torch hands out a fixed number of streams in turn; two of its objects may be one stream."""
-    drawn = itertools.cycle([SimpleNamespace(cuda_stream=handle) for handle in range(32)])
-    taken = [SimpleNamespace(cuda_stream=handle) for handle in (0, 1, 2, 5)]
-    assert [s.cuda_stream for s in taken].count(3) == 0
-    assert copy_stream.distinct_stream(lambda: next(drawn), taken).cuda_stream == 3
-    assert copy_stream.distinct_stream(lambda: next(drawn), taken).cuda_stream == 4
-    assert copy_stream.distinct_stream(lambda: next(drawn), taken).cuda_stream == 6
 
 
 def test_drawing_ends_when_every_stream_is_taken() -> None:

@@ -9,16 +9,8 @@ from sglang_hc.policy.cost_model import SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit
 from sglang_hc.profile_file import decode, encode
 from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
-from sglang_hc.tools.model_shape import ModelShape
-
-SHAPE = ModelShape.from_config(
-    dict(
-        model_type="llama", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
-        intermediate_size=11008, torch_dtype="float16",
-    )
-)  # fmt: skip
-A100 = load_hardware("A100-40G")
-SHEET = datasheet_costs(A100, SHAPE, 26e9, 6.9e9)
+from support.papers import A100 as SHEET
+from support.papers import SHAPE
 
 
 def test_datasheet_costs_are_bytes_and_flops_over_rates():
@@ -34,7 +26,7 @@ def test_datasheet_costs_are_bytes_and_flops_over_rates():
 
 
 def test_what_comes_from_disk_is_copied_once_more_behind_it():
-    model = datasheet_costs(A100, SHAPE, 10e9, 40e9)
+    model = datasheet_costs(load_hardware("A100-40G"), SHAPE, 10e9, 40e9)
     far, near = (model.copy_kv(tier, 64) for tier in (SourceTier.DISK, SourceTier.HOST))
     assert far == near / 4
     assert model.layer_times(SourceTier.DISK, 64).copy_kv == far + near

@@ -63,23 +63,6 @@ class Host:
         return [self.leave() for _ in range(self.tier.published_blocks)]
 
 
-def test_lru_takes_a_conversation_from_its_end_and_the_oldest_first():
-    host = Host("lru")
-    for path in ("abc", "xyz"):
-        host.store_path(path)
-    host.use("abc")
-    assert host.leave_all() == ["xyz", "xy", "x", "abc", "ab", "a"]
-
-
-def test_queue_takes_the_unneeded_first_then_what_is_needed_last():
-    # AttentionStore figure 9: all in memory have a waiting job; the one nearest the tail goes.
-    host = Host("queue")
-    for path in ("ab", "cd", "ef", "gh"):
-        host.store_path(path)
-    host.wait_for("cd", "gh", "ab")
-    assert host.leave_all() == ["ef", "e", "ab", "a", "gh", "g", "cd", "c"]
-
-
 def test_victims_may_be_taken_one_by_one_and_uncover_their_parents():
     host = Host("lru")
     for path in ("abc", "xyz"):

@@ -70,11 +70,6 @@ def test_no_plan_ends_before_either_resource_has_done_its_work(t, plan):
         assert end >= t.start + copy - 1e-9
 
 
-@given(times, plans)
-def test_more_pieces_never_take_longer(t, plan):
-    assert makespan(t._replace(pieces=t.pieces * 2), plan) <= makespan(t, plan) + 1e-9
-
-
 def test_a_model_without_hidden_form_is_timed_for_the_other_forms():
     t = LayerTimes(math.inf, 1.0, math.inf, 3.0)
     assert makespan(t, LayerPlan(1, 0, 4)) == 4.0

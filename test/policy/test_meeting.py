@@ -159,28 +159,12 @@ def test_nothing_is_computed_of_what_is_nearly_here() -> None:
     assert heads == [256, 128, 64, 0, 0]
 
 
-def test_a_slower_source_moves_the_meeting_point_to_the_end() -> None:
-    heads = [
-        best_split(
-            cost_model(host=1e-9, disk=disk, prefill=PREFILL), KV, on_disk(0, 8192, 0, 64)
-        ).head
-        for disk in (0.0, 1e-5, 1e-4, 1e-3, 1.0)
-    ]
-    assert heads[0] == 0 and heads[-1] == 8192
-    assert all(a < b for a, b in itertools.pairwise(heads))
-
-
 def test_others_who_decode_make_the_head_shorter() -> None:
     cost = cost_model(host=1e-9, disk=1e-4, prefill=PREFILL)
     heads = [
         best_split(cost, KV, on_disk(0, 8192, 0, 64), decoding=count).head for count in (0, 1, 8)
     ]
     assert heads[0] > 0 and heads == sorted(heads, reverse=True) and heads[-1] == 0
-
-
-def test_a_tier_without_costs_is_an_error_of_the_caller() -> None:
-    with pytest.raises(KeyError, match="no costs for tier remote"):
-        best_split(cost_model(), KV, History(0, [Span(SourceTier.REMOTE, 64)], 0, 1))
 
 
 def played(cost: CostModel, plan: LayerPlan, history: int, head: int, new: int) -> float:

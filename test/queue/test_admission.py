@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hc.queue.admission import ARRANGED, Admission
+from sglang_hc.queue.admission import ARRANGED, ON_THE_WAY, Admission
 from sglang_hc.queue.prefetch import MAX_FETCHES
-from sglang_hc.queue.requests import QueuedPrompt
+from sglang_hc.queue.requests import QueuedPrompt, RequestTable
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import Prefix
 from support.examples import examples
@@ -173,3 +173,47 @@ def test_ready_first_serves_what_is_there_before_what_is_on_its_way(ready_first:
     loop.disk.poll()
     served = [rid for _ in range(2) for rid in loop.run(1)]
     assert served == (["2:x", "0:dd"] if ready_first else ["0:dd", "2:x"])
+
+
+def test_a_pass_counts_for_those_who_stand_before_whom_it_admits() -> None:
+    requests: RequestTable[str] = RequestTable()
+    admission: Admission[str] = Admission(requests, bound=2)
+    for _ in range(5):
+        admission.count("ab", [])
+    admission.count("abc", ["b"])
+    assert [requests[name].bypassed for name in "abc"] == [1, 0, 0]
+    assert not admission.must_admit("a")
+    admission.count("ac", ["c"])
+    assert admission.must_admit("a")
+    requests.left("a")
+    assert not admission.must_admit("a")
+
+
+def test_ready_first_serves_who_is_due_and_then_by_the_cost_of_restoring() -> None:
+    requests: RequestTable[str] = RequestTable()
+    admission: Admission[str] = Admission(requests, bound=1)
+    requests["slow"].bypassed = 1
+    coming = {"coming": ON_THE_WAY, "slow": ON_THE_WAY}
+    cost = {"disk": 0.9, **coming, "host": 0.1, "new": 0.0, "device": 0.0}
+    order = ["slow", "new", "device", "host", "disk", "coming"]
+    assert admission.order(list(cost), cost.__getitem__) == order
+
+
+def test_only_who_was_asked_for_counts_as_admitted() -> None:
+    requests: RequestTable[str] = RequestTable()
+    admission: Admission[str] = Admission(requests)
+    for name in "abc":
+        admission.asked(name)
+    admission.left("c")
+    assert admission.admitted(["b", "c", "d"]) == ["b"]
+    assert requests["a"].bypassed == 1
+    assert admission.admitted(["a"]) == [], "nobody was asked for in this pass"
+
+
+def test_a_request_is_due_after_64_bypasses() -> None:
+    admission: Admission[str] = Admission(RequestTable())
+    for _ in range(63):
+        admission.count("ab", ["b"])
+    assert not admission.must_admit("a")
+    admission.count("ab", ["b"])
+    assert admission.must_admit("a")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from sglang_hc.queue.loads import BlockLoad
-from sglang_hc.store.outcome import Outcome
 from support.meeting_world import WORD, World
 
 LAST = len(WORD) - 1
@@ -33,15 +32,6 @@ def test_a_block_on_its_way_to_the_device_passes_all_states() -> None:
     assert load(world).is_here
     assert load(world).take_rows() == "rows"
     assert load(world).is_here and not load(world).proven and not world.meeting.load.restored
-    world.settle()
-
-
-@pytest.mark.parametrize("outcome", [Outcome.DAMAGED, Outcome.IO_ERROR, Outcome.MISSING])
-def test_a_read_that_fails_loses_its_block(outcome: Outcome) -> None:
-    world = World()
-    world.meeting.read_down_to(LAST)
-    world.deliver(0, outcome)
-    assert load(world).is_lost and not load(world).is_here
     world.settle()
 
 

@@ -98,15 +98,6 @@ def test_needs_are_computed_once_per_request():
     assert window.rank(0) < window.rank(60)
 
 
-def test_ranks_survive_endless_insertions_at_one_place():
-    window = LookAhead()
-    queue = [0, 1]
-    for request in range(2, 200):  # always between the head and the last one inserted
-        queue.insert(1, request)
-        window.update(queue, len(queue), lambda r: [r.to_bytes(2, "big")])
-    window.check_integrity()
-
-
 def test_ranks_are_given_anew_when_the_gap_between_two_is_a_millionth():
     window = LookAhead()
     queue = ["head", "tail"]

@@ -34,21 +34,6 @@ def test_a_block_of_a_slow_source_is_late_only_behind_those_before_it() -> None:
     world.settle()
 
 
-def test_what_is_here_continues_what_was_computed() -> None:
-    world = World(held=2)
-    world.meeting.read_down_to(8)
-    step = world.meeting.next(world.head, 0, 0.0)
-    assert step.action is Action.COMPUTE
-    while world.io.moves:
-        world.deliver(1)
-    world.compute(8 * BLOCK_TOKENS - world.head)
-    assert world.meeting.next(world.head, 0, 0.0).action is Action.RESTORE
-    nodes = world.meeting.join(world.head, 0.0)
-    assert nodes is not None and [node.block_id for node in nodes] == world.path.block_ids
-    assert all(node.ready for node in nodes)
-    world.settle()
-
-
 def test_a_lost_block_moves_the_meeting_behind_it() -> None:
     world = World(share=0.0)
     world.meeting.read_down_to(6)
@@ -60,17 +45,6 @@ def test_a_lost_block_moves_the_meeting_behind_it() -> None:
     assert step == (Action.COMPUTE, 10 * BLOCK_TOKENS)
     world.compute(step.tokens)
     assert world.meeting.next(world.head, 0, 0.0).action is Action.RESTORE
-    world.settle()
-
-
-def test_blocks_whose_front_was_not_saved_are_not_restored() -> None:
-    world = World()
-    world.meeting.read_down_to(6)
-    world.compute(6 * BLOCK_TOKENS, saved=False)
-    while world.io.moves:
-        world.deliver()
-    assert world.meeting.next(world.head, 0, 0.0).action is Action.RESTORE
-    assert world.meeting.join(world.head, 0.0) is None
     world.settle()
 
 
@@ -263,25 +237,6 @@ def test_a_call_that_is_overdue_is_waited_for_within_bounds() -> None:
     assert world.meeting.next(world.head, 0, world.now + new - 1e-6).action is Action.WAIT
     step = world.meeting.next(world.head, 0, world.now + new)
     assert step == (Action.COMPUTE, LEAST_TOKENS)
-    world.settle()
-
-
-def test_a_full_host_tier_shortens_what_is_read() -> None:
-    world = World(slots=3)
-    assert world.meeting.read_down_to(2) == 3
-    assert world.io.begun == list(reversed(world.path.block_ids[9:]))
-    world.settle()
-
-
-def test_what_another_request_fetches_is_not_read_a_second_time() -> None:
-    """Two that share a long history: while the first meets it, its front is fetched for the second.
-    Reading on down, the meeting began the same blocks again, and the scheduler died of a KeyError
-    when both had come."""
-    world = World(share=0.0)
-    world.meeting.read_down_to(8)
-    assert world.disk.fetch(world.path, 0, 6) == 6
-    assert world.meeting.read_down_to(0) == 2, "down to what is on its way"
-    assert world.meeting.next(world.head, 0, 0.0).action is Action.COMPUTE
     world.settle()
 
 

@@ -23,12 +23,6 @@ from support.prefetch_world import FAST_PREFILL, SLOW_PREFILL, World
 from support.rates import ConstantRates, UnknownCosts
 
 
-def test_the_sooner_turn_first() -> None:
-    world = World(SLOW_PREFILL)
-    world.arrive("defg", "h", "abc")
-    assert world.look() == [("defg", "defg"), ("h", "h"), ("abc", "abc")]
-
-
 def test_of_one_turn_the_smaller_first() -> None:
     world = World(SLOW_PREFILL, mode="on-arrival")
     world.arrive("defg", "h", "abc")
@@ -219,12 +213,6 @@ def test_passes_without_an_event_look_at_nothing() -> None:
     for _ in range(10 * QUIET_PASSES):
         world.look()
     assert world.below.looks <= 10
-
-
-def test_off_fetches_nothing() -> None:
-    world = World(UnknownCosts(), mode="off")
-    world.arrive("a")
-    assert world.look() == [] and world.prefetcher.ready("a", 0.0)
 
 
 def test_an_admitted_request_is_not_fetched_for() -> None:

@@ -11,7 +11,7 @@ from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.tries import Tries
-from sglang_hc.queue.prefetch import MAX_FETCHES, PATIENCE, TRY_BLOCKS
+from sglang_hc.queue.prefetch import TRY_BLOCKS
 from support.host import identities, tokens_of
 from support.profiles import cost_model
 from support.rates import UnknownCosts
@@ -93,14 +93,6 @@ def test_a_request_waits_from_its_turn_on_for_as_long_as_it_saves() -> None:
     assert subject.queue.take_loaded(WORD) == 0
 
 
-def test_nobody_waits_longer_than_the_bound() -> None:
-    subject = evicted(Costs())
-    assert not ready(subject)
-    subject.now += PATIENCE - 1.1
-    assert not ready(subject)
-    assert ready(subject)
-
-
 def test_what_arrives_in_time_is_used() -> None:
     subject = evicted(Costs(per_token=1 / 128))
     assert not ready(subject)
@@ -128,33 +120,6 @@ def test_a_disk_and_a_store_that_read_for_one_request_are_timed_apart() -> None:
         (SourceTier.REMOTE, 1, 7.0), (SourceTier.DISK, 3, 3.0)
     ]  # fmt: skip
     assert ready(subject)
-
-
-def test_what_leaves_again_is_fetched_again_a_few_times() -> None:
-    """Under lru, what was read for one request leaves for the next."""
-    subject = evicted(Costs(), prefetch="on-arrival")
-    fetched = 0
-    while not ready(subject):
-        subject.arrive_all()
-        assert WORD in subject.in_host()
-        subject.serve("stuvwxyz"[::-1] if fetched % 2 else "stuvwxyz")
-        assert WORD not in subject.in_host()
-        fetched += 1
-    assert fetched == MAX_FETCHES
-
-
-def test_two_that_need_one_block_wait_for_the_same_read() -> None:
-    subject = evicted(Costs())
-    other = "abx"
-    subject.enqueue(other)
-    started = subject.ready(WORD)[1]
-    assert started == ["a", "ab", "abc", "abcd"]
-    assert subject.ready(other) == (False, []), "passed over, and nothing is read twice"
-    subject.abort(WORD)
-    assert not subject.ready(other)[0], "the read goes on for the one that is left"
-    subject.arrive_all()
-    assert subject.ready(other) == (True, [])
-    assert subject.queue.take_loaded(other) == 128
 
 
 class Doubted(Costs):

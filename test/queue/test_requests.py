@@ -33,23 +33,6 @@ def test_a_record_lives_from_arrival_to_departure(script: list[tuple[str, int]])
             assert (known in table) == (known in waiting)
 
 
-def ids(text: str) -> list[bytes]:
-    return [letter.encode() for letter in text]
-
-
-def test_each_block_ends_the_wait_of_those_who_wait_for_it() -> None:
-    table = RequestTable()
-    for request, block_ids in (("one", "sa"), ("two", "sb")):
-        for block_id in ids(block_ids):
-            table.wait(request, [block_id])
-    table.left("one")
-    assert not table.is_fetching("one")
-    assert table.ended([b"s"]) == {"two": 1} and table.is_fetching("two")
-    assert table.ended([b"b"]) == {"two": 1} and not table.is_fetching("two")
-    assert table.ended([b"a"]) == {}, "nobody waits for it any more"
-    assert table.ended([b"z"]) == {}, "never asked for"
-
-
 fetches = st.lists(
     st.tuples(
         st.sampled_from(["wait", "wait", "end", "cancel"]), st.integers(0, 4), st.integers(0, 6)

@@ -16,14 +16,7 @@ from sglang_hc.store.executor import Completion, Point
 from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.outcome import Outcome
 from support.fake_io import FakeIo
-from support.several_ranks import Group
-
-
-def no_wait(_rank: int):
-    def fail() -> None:
-        raise AssertionError("nobody waits here")
-
-    return fail
+from support.several_ranks import Group, name, no_wait
 
 
 class HeldExecutor:
@@ -67,10 +60,6 @@ class Pair:
         before = self.group.told
         self.group.begin_pass(patience, requests=requests)
         return self.group.told > before
-
-
-def name(number: int) -> bytes:
-    return number.to_bytes(16, "big")
 
 
 def block(number: int) -> Block:

@@ -7,26 +7,12 @@ import time
 
 import pytest
 
-from sglang_hc.ranks.agreement import ALONE
 from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone
-from sglang_hc.store.circuit_breaker import FAILURES_TO_OPEN
 from sglang_hc.store.known_blocks import KnownBlocks, Presence
 from sglang_hc.store.outcome import Outcome
 from support.fake_store import FakeStoreIo
-from support.several_ranks import Group
-
-
-def no_wait(_rank: int):
-    def fail() -> None:
-        raise AssertionError("nobody waits here")
-
-    return fail
-
-
-def name(number: int) -> bytes:
-    return number.to_bytes(16, "big")
-
+from support.several_ranks import Group, name, no_wait
 
 PATH = [name(number) for number in range(5)]
 
@@ -140,25 +126,6 @@ def test_a_read_takes_as_long_as_its_slowest_part(pair: Pair) -> None:
     assert first.at == pytest.approx(53.0, abs=0.5)
 
 
-def test_a_store_that_fails_on_one_rank_is_left_alone_by_all(pair: Pair) -> None:
-    for store in pair.stores:
-        store.hold(PATH)
-    for _ in range(FAILURES_TO_OPEN):
-        assert pair.asked() == [True, True]
-        pair.stores[0].answer()
-        pair.stores[1].answer(Outcome.TIMED_OUT)
-        pair.group.now += Presence.ABSENT.value
-        pair.a_pass()
-        pair.group.now += Presence.ABSENT.value
-        pair.a_pass()
-    assert [blocks.levels() for blocks in pair.blocks] == [{"remote_usable": 0}] * 2
-    assert pair.asked() == [False, False]
-    assert [counts["remote_pauses"] for counts in pair.counts] == [1, 1]
-    pair.group.now += 3600.0
-    pair.a_pass()
-    assert pair.asked() == [True, True]
-
-
 def test_one_rank_empties_the_store_and_nobody_looks_before_it_has(pair: Pair) -> None:
     for store in pair.stores:
         store.hold(PATH)
@@ -172,20 +139,9 @@ def test_one_rank_empties_the_store_and_nobody_looks_before_it_has(pair: Pair) -
     assert pair.asked() == [True, True] and not pair.stores[0].held()
 
 
-def test_a_deadline_counts_from_now_however_long_nothing_was_told(pair: Pair) -> None:
-    pair.blocks[0].read(1, PATH[0], 0, pair.group.agreements[0].clock() + 10.0)
-    left = pair.stores[0].moves[0].deadline - time.monotonic()
-    assert 9.0 < left <= 10.0
-
-
 def test_nobody_waits_for_a_look_up(pair: Pair) -> None:
     """When the tiers are emptied, moves are waited for; a look-up holds no slot."""
     assert pair.asked() == [True, True]
     for agreement in pair.group.agreements:
         agreement.pause()
     assert pair.asked() == [True, True]
-
-
-def test_one_rank_alone_is_as_it_was() -> None:
-    store = FakeStoreIo()
-    assert ALONE.blocks(store) is store

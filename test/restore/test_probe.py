@@ -15,9 +15,8 @@ import torch
 
 from benchmark.harness.throttled import ThrottledCopyStream
 from sglang_hc.device.copy_stream import CopyStream, HostCopyStream
-from sglang_hc.forms import LayerPlan, StateShape
+from sglang_hc.forms import StateShape
 from sglang_hc.policy.cost_model import CostModel, SourceTier
-from sglang_hc.policy.layer_plan import auto_plan
 from sglang_hc.restore.probe import BUDGET_S, LAYERS, ROUNDS, ROWS, Subject, probe
 from sglang_hc.restore.probe_disk import BLOCKS
 from sglang_hc.restore.staging import StagingRing
@@ -211,22 +210,6 @@ def test_disk_is_read_through_the_store_and_nothing_stays(
     hidden = cost.copy_hidden(SourceTier.DISK, 1024)
     assert hidden == pytest.approx(cost.copy_kv(SourceTier.DISK, 1024) / 4, rel=1e-2)
     assert list((tmp_path / "a").iterdir()) == list((tmp_path / "b").iterdir()) == []
-
-
-def test_a_throttled_source_gets_another_plan_than_the_host_tier() -> None:
-    """The same parts: from memory K and V, from a slow source hidden states, between both a mix."""
-    plans = {}
-    state = replace(SHAPE, num_layers=8)
-    for rate in (1e9, 9e6, 1e6):
-        clock = Clock()
-        copy_stream = ThrottledCopyStream(rate, clock, clock.pass_time)
-        cost = probe(subject(clock, copy_stream), "here", clock=clock)
-        host = (SourceTier.HOST,)
-        found = auto_plan(cost, state, host, allow_hidden=True, allow_recompute=False)
-        plans[rate] = found.plan
-    assert plans[1e9] == LayerPlan(0, 0, 8)
-    assert plans[9e6].hidden > 0 and plans[9e6].kv > 0
-    assert plans[1e6] == LayerPlan(0, 8, 0)
 
 
 def test_nothing_of_a_measurement_is_left_when_it_is_over() -> None:

@@ -93,21 +93,6 @@ def test_copies_of_recomputed_layers_are_never_made() -> None:
     assert copy_stream.performed == len(PARTS)  # one span of the one loaded layer, per part
 
 
-def test_an_index_whose_pass_is_over_costs_nothing() -> None:
-    """It sticks to the batch: later passes of the same batch ask with it again."""
-    bench = Bench(LayerPlan(0, 1, 1))
-    bench.queue(0, 0, 64, 0)
-    index = bench.tiers.restorer.start()
-    bench.tiers.restorer.gate.set_consumer(index)
-    bench.tiers.after_pass(())
-    for part in itertools.chain(*bench.pool.kv):
-        part.fill_(UNTOUCHED)
-    bench.tiers.restorer.gate.set_consumer(index)
-    bench.tiers.restorer.gate.wait_until(0)
-    bench.tiers.after_pass(())
-    assert all(bool((part == UNTOUCHED).all()) for part in itertools.chain(*bench.pool.kv))
-
-
 def early(bench: Bench, path: int) -> None:
     slots = bench.slots[path, :128]
     bench.tiers.restorer.restore_early([Restoration(bench.nodes[path][:2], 0, 128, slots)])

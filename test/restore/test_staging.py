@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -31,6 +33,7 @@ from support.restores import FRAME, expected, filled_pool, nodes_in
 from support.streams import COMPUTE, COPIES, SIDE, SimulatedCopyStream, StreamDevice, StreamPool
 from support.tiers import CPU, project
 
+PLAN = LayerPlan(0, 3, 2)
 SPANS = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 200)), min_size=1, max_size=3)
 
 
@@ -38,15 +41,18 @@ SPANS = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 200)), min_size=1
 @given(
     spans=SPANS, order=st.permutations(range(12)), frames=st.integers(1, 4),
     seed=st.integers(0, 10**6), bias=st.sampled_from([0.05, 0.5, 0.95]), twice=st.booleans(),
-    beside=st.booleans(),
+    beside=st.booleans(), asked=st.lists(st.integers(0, 4), max_size=6), ends=st.integers(0, 2),
 )  # fmt: skip
 def test_attention_sees_what_the_host_holds_in_every_order_of_events(
     spans: list[tuple[int, int]], order: list[int], frames: int, seed: int, bias: float,
-    twice: bool, beside: bool,
+    twice: bool, beside: bool, asked: list[int], ends: int,
 ) -> None:  # fmt: skip
-    """Also when a second pass takes over the frames while the first one's work is still queued."""
-    plan = LayerPlan(0, 3, 2)
-    pool = filled_pool(plan, 12)
+    """Also when a second pass takes over the frames while the first one's work is still queued,
+    and in whatever order layers are waited for.
+
+    ends: how often a pass is finished, if not by the next one.
+    """
+    plan, pool = PLAN, filled_pool(PLAN, 12)
     device = StreamDevice(seed, bias)
     copy_stream = SimulatedCopyStream(device)
     ring = StagingRing(frames, FRAME, CPU, copy_stream)
@@ -63,80 +69,64 @@ def test_attention_sees_what_the_host_holds_in_every_order_of_events(
     for restorations in passes:
         side = copy_stream.side_stream() if beside else None
         restore = RestorePass(RestorePath(pool, target, ring, side_stream=side), restorations)
-        for layer in range(plan.num_layers):
+        for layer in asked:
             restore.wait(layer)
             target.attend(layer)
+        for _ in range(ends):
+            restore.finish()
+    if not ends:
         restore.finish()
     device.run()
-    assert [layer for layer, _ in target.seen] == list(range(plan.num_layers)) * len(passes)
+    assert [layer for layer, _ in target.seen] == asked * len(passes)
     for number, (layer, parts) in enumerate(target.seen):
-        for restoration in passes[number // plan.num_layers]:
+        for restoration in passes[number // len(asked)]:
             wanted = expected(pool, restoration, layer)
             for part, rows in zip(parts, wanted, strict=True):
                 assert torch.equal(part[restoration.device_slots], rows)
+    for restoration, layer in itertools.product(itertools.chain(*passes), range(plan.num_layers)):
+        wanted = expected(pool, restoration, layer)
+        for part, rows in zip(target.rows(layer), wanted, strict=True):
+            assert torch.equal(part[restoration.device_slots], rows)
 
 
-class Prepared(NamedTuple):
-    """A pass that has begun, and what it works on."""
+class Bench(NamedTuple):
+    """What a pass works on: `count` tokens that go to slots 0, 1, ..."""
 
-    restore: RestorePass
     path: RestorePath
     target: StreamPool
     device: StreamDevice
     pool: HostPool
     restoration: Restoration
 
+    def begin(self) -> RestorePass:
+        return RestorePass(self.path, [self.restoration])
 
-def run_of(count: int, frames: int = 2, plan: LayerPlan | None = None) -> Prepared:
-    """A pass over `count` tokens in slots 0, 1, ..."""
-    plan = plan or LayerPlan(0, 3, 2)
+
+def bench_of(
+    count: int, plan: LayerPlan, *, frames: int = 2, seed: int = 1, bias: float = 0.5,
+    beside: bool = False,
+) -> Bench:  # fmt: skip
     pool = filled_pool(plan, -(-count // BLOCK_TOKENS))
-    device = StreamDevice(1)
+    device = StreamDevice(seed, bias)
     copy_stream = SimulatedCopyStream(device)
     target = StreamPool(device, count, plan.num_layers)
-    restoration = Restoration(nodes_in(range(pool.num_slots)), 0, count, torch.arange(count))
-    path = RestorePath(pool, target, StagingRing(frames, FRAME, CPU, copy_stream))
-    return Prepared(RestorePass(path, [restoration]), path, target, device, pool, restoration)
-
-
-def test_waiting_out_of_order_and_twice() -> None:
-    restore, _, target, device, pool, restoration = run_of(300)
-    for layer in (3, 1, 3, 4):
-        restore.wait(layer)
-        device.run()
-        for got, rows in zip(target.rows(layer), expected(pool, restoration, layer), strict=True):
-            assert torch.equal(got, rows)
-
-
-def test_finishing_writes_every_layer_once() -> None:
-    restore, _, target, device, pool, restoration = run_of(130)
-    restore.finish()
-    restore.finish()
-    device.run()
-    for layer in range(5):
-        for got, rows in zip(target.rows(layer), expected(pool, restoration, layer), strict=True):
-            assert torch.equal(got, rows)
-
-
-def test_a_pass_that_is_not_over_is_finished_when_the_next_begins() -> None:
-    restore, path, target, device, pool, restoration = run_of(130)
-    restore.wait(0)
-    other = Restoration(restoration.nodes, 0, 64, torch.arange(64))
-    RestorePass(path, [other])
-    device.run()
-    for got, rows in zip(target.rows(4), expected(pool, restoration, 4), strict=True):
-        assert torch.equal(got, rows)
+    restoration = Restoration(
+        nodes_in(range(pool.num_slots)), 0, count, torch.arange(count), plan.recompute
+    )
+    side = copy_stream.side_stream() if beside else None
+    ring = StagingRing(frames, FRAME, CPU, copy_stream)
+    path = RestorePath(pool, target, ring, side_stream=side)
+    return Bench(path, target, device, pool, restoration)
 
 
 def test_copies_of_the_next_pass_do_not_wait_for_other_computation() -> None:
     """A batch that runs when a restoration is queued would hold its copies back."""
-    restore, path, _, device, _, restoration = run_of(64, frames=8)
-    restore.finish()
-    device.run()
-    device.submit(COMPUTE, None, after=(COPIES, 10**9))  # a computation that does not end
-    other = Restoration(restoration.nodes, 0, 64, torch.arange(64))
-    RestorePass(path, [other])
-    assert device.run_only(COPIES)
+    bench = bench_of(64, PLAN, frames=8)
+    bench.begin().finish()
+    bench.device.run()
+    bench.device.submit(COMPUTE, None, after=(COPIES, 10**9))  # a computation that does not end
+    bench.begin()
+    assert bench.device.run_only(COPIES)
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -214,52 +204,47 @@ def test_a_limit_below_a_block_is_refused() -> None:
 
 def test_memory_does_not_grow_with_layers_or_tokens() -> None:
     """Frames are taken and given back; no other device memory holds rows."""
-    run = run_of(500, frames=2, plan=LayerPlan(0, 20, 10))
+    bench = bench_of(500, LayerPlan(0, 20, 10))
+    restore = bench.begin()
     for layer in range(30):
-        run.restore.wait(layer)
-        run.device.run()
-    frames = {frame.untyped_storage().data_ptr() for frame in run.path.staging.free}
-    assert len(frames) == 2 and run.path.copy_stream.targets == frames
+        restore.wait(layer)
+        bench.device.run()
+    frames = {frame.untyped_storage().data_ptr() for frame in bench.path.staging.free}
+    assert len(frames) == 2 and bench.path.copy_stream.targets == frames
 
 
 def test_the_gate_finishes_the_pass_of_the_running_batch() -> None:
-    restore, _, target, device, pool, restoration = run_of(130)
+    bench = bench_of(130, PLAN)
     gate = LayerGate()
-    index = gate.produce(restore)
+    index = gate.produce(bench.begin())
     gate.wait_until(0)  # a batch that waits for nothing
     assert gate.finish() == ()
     gate.set_consumer(index)
     gate.wait_until(2)
-    assert gate.finish() == (restoration,)
+    assert gate.finish() == (bench.restoration,)
     gate.set_consumer(index)  # the index sticks to the batch
     gate.wait_until(0)
     assert gate.finish() == ()
-    device.run()
-    for got, rows in zip(target.rows(4), expected(pool, restoration, 4), strict=True):
+    bench.device.run()
+    wanted = expected(bench.pool, bench.restoration, 4)
+    for got, rows in zip(bench.target.rows(4), wanted, strict=True):
         assert torch.equal(got, rows)
 
 
 def test_a_side_gets_a_few_layers_at_once_and_the_rest_as_layers_are_waited_for() -> None:
     """The launch of the batch waits for this thread, so what is not needed yet comes later."""
     layers = SIDE_LAYERS + 3
-    plan = LayerPlan(0, layers, 0)
-    pool = filled_pool(plan, 2)
-    device = StreamDevice(0)
-    copy_stream = SimulatedCopyStream(device)
-    target = StreamPool(device, 128, layers)
+    bench = bench_of(128, LayerPlan(0, layers, 0), beside=True)
     written: list[int] = []
-    write = target.write_hidden
+    write = bench.target.write_hidden
 
     def note(layer: int, *rest: torch.Tensor) -> None:
         written.append(layer)
-        assert device.current == SIDE
+        assert bench.device.current == SIDE
         write(layer, *rest)
 
-    target.write_hidden = note  # type: ignore[method-assign]
-    restoration = Restoration(nodes_in(range(2)), 0, 128, torch.arange(128))
-    ring = StagingRing(2, FRAME, CPU, copy_stream)
-    path = RestorePath(pool, target, ring, side_stream=copy_stream.side_stream())
-    restore = RestorePass(path, [restoration])
+    bench.target.write_hidden = note  # type: ignore[method-assign]
+    restore = bench.begin()
     assert written == list(range(SIDE_LAYERS))
     restore.wait(0)
     assert written == list(range(SIDE_LAYERS))
@@ -285,39 +270,32 @@ class SlowRecomputer:
 
 def test_copies_go_on_between_the_passes_of_a_recomputation() -> None:
     """They would stop with the frames full, and the link stand still while the thread waits."""
-    plan = LayerPlan(1, 6, 0)
-    pool = filled_pool(plan, 2)
-    device = StreamDevice(0)
-    copy_stream = SimulatedCopyStream(device)
-    target = StreamPool(device, 128, plan.num_layers)
-    restoration = Restoration(nodes_in(range(2)), 0, 128, torch.arange(128), recompute=1)
-    ring = StagingRing(2, FRAME, CPU, copy_stream)
-    recomputer = SlowRecomputer(device, 4)
-    restore = RestorePass(RestorePath(pool, target, ring, recomputer), [restoration])
+    bench = bench_of(128, LayerPlan(1, 6, 0), seed=0)
+    recomputer, copy_stream = SlowRecomputer(bench.device, 4), bench.path.copy_stream
+    restore = RestorePass(replace(bench.path, recomputer=recomputer), [bench.restoration])
     assert copy_stream.calls == 2
     restore.recompute()
     first, second, third = recomputer.copied
     assert first < second <= third and copy_stream.calls == 6
     restore.finish()
-    device.run()
+    bench.device.run()
     for layer in range(1, 7):
-        wanted = project(
-            layer, torch.from_numpy(pool.hidden)[:, layer - 1].reshape(128, -1), torch.arange(128)
-        )
-        for got, rows in zip(target.rows(layer), wanted, strict=True):
+        states = torch.from_numpy(bench.pool.hidden)[:, layer - 1].reshape(128, -1)
+        wanted = project(layer, states, torch.arange(128))
+        for got, rows in zip(bench.target.rows(layer), wanted, strict=True):
             assert torch.equal(got, rows)
 
 
 def test_frames_are_gone_when_the_last_pass_over_them_is() -> None:
     """Without a run of the garbage collector, which may not come for minutes."""
-    run = run_of(130)
-    run.restore.finish()
-    run.device.run()
-    frames = [weakref.ref(frame) for frame in run.path.staging.free]
+    bench = bench_of(130, PLAN)
+    bench.begin().finish()
+    bench.device.run()
+    frames = [weakref.ref(frame) for frame in bench.path.staging.free]
     assert len(frames) == 2
     gc.disable()
     try:
-        del run
+        del bench
         assert [frame() for frame in frames] == [None, None]
     finally:
         gc.enable()
@@ -328,23 +306,16 @@ def test_beside_the_compute_stream_slots_are_not_written_before_their_last_reade
     seed: int,
 ) -> None:
     """The slots were another request's; the batch that runs still attends to them."""
-    plan = LayerPlan(0, 2, 1)
-    pool = filled_pool(plan, 2)
-    device = StreamDevice(seed, bias=0.05)
-    copy_stream = SimulatedCopyStream(device)
-    target = StreamPool(device, 128, plan.num_layers)
-    for layer in range(plan.num_layers):
-        target.attend(layer)
-    restoration = Restoration(nodes_in(range(2)), 0, 128, torch.arange(128))
-    ring = StagingRing(2, FRAME, CPU, copy_stream)
-    path = RestorePath(pool, target, ring, side_stream=copy_stream.side_stream())
-    restore = RestorePass(path, [restoration])
-    restore.finish()
-    for layer in range(plan.num_layers):
-        target.attend(layer)
-    device.run()
-    before, after = target.seen[: plan.num_layers], target.seen[plan.num_layers :]
+    bench = bench_of(128, LayerPlan(0, 2, 1), seed=seed, bias=0.05, beside=True)
+    for layer in range(3):
+        bench.target.attend(layer)
+    bench.begin().finish()
+    for layer in range(3):
+        bench.target.attend(layer)
+    bench.device.run()
+    before, after = bench.target.seen[:3], bench.target.seen[3:]
     assert not any(part.any() for _, parts in before for part in parts)
     for layer, parts in after:
-        for part, rows in zip(parts, expected(pool, restoration, layer), strict=True):
+        wanted = expected(bench.pool, bench.restoration, layer)
+        for part, rows in zip(parts, wanted, strict=True):
             assert torch.equal(part, rows)

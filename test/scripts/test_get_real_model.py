@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "get_real_model.py"
+from scripts import get_real_model as script
 
 
 @pytest.fixture
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("get_real_model", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def fetched(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The steps that were taken; nothing is downloaded or converted."""
     steps: list[str] = []
 
@@ -45,7 +34,7 @@ def fetched(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_second_call_does_nothing(
-    script: ModuleType, fetched: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fetched: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert script.main(["--output", str(tmp_path / "models")]) == 0
     folder = tmp_path / "models" / script.NAME
@@ -57,7 +46,7 @@ def test_a_second_call_does_nothing(
 
 
 def test_a_call_that_dies_leaves_no_model_and_the_next_one_makes_it(
-    script: ModuleType, fetched: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fetched: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     working = script.convert
 
@@ -76,7 +65,7 @@ def test_a_call_that_dies_leaves_no_model_and_the_next_one_makes_it(
 
 @pytest.mark.parametrize("text", ["{}", "not JSON"])
 def test_a_model_of_another_recipe_is_made_again(
-    script: ModuleType, fetched: list[str], tmp_path: Path, text: str
+    fetched: list[str], tmp_path: Path, text: str
 ) -> None:
     script.get(tmp_path)
     (tmp_path / script.NAME / script.RECIPE_FILE).write_text(text)
@@ -86,7 +75,7 @@ def test_a_model_of_another_recipe_is_made_again(
 
 
 def test_without_a_registry_it_is_one_sentence(
-    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     nowhere = {"UV_OFFLINE": "1", "UV_NO_CACHE": "1", "PIP_NO_INDEX": "1", "UV_NO_INDEX": "1"}
@@ -99,7 +88,7 @@ def test_without_a_registry_it_is_one_sentence(
 
 
 def test_an_installer_that_finds_another_hash_is_believed(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the installer is asked: this very file, nothing else, into a folder of its own."""
     asked: list[list[str]] = []

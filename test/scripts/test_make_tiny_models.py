@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "make_tiny_models.py"
+from scripts import make_tiny_models
+
 BUILT = ("llama-gqa", "opt")  # untied and tied embeddings, rotary and learned positions
-
-
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_tiny_models", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_tiny_models"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-make_tiny_models = load_script()
 
 
 def build(output: Path, *flags: str) -> int:
@@ -142,17 +128,17 @@ def test_list_names_every_family(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("flags", "status", "words"),
+    ("flags", "words"),
     [
-        (["--only", "bert"], 2, ["--only", "bert", "llama-mha"]),
-        (["--only", ","], 2, ["--only", "llama-mha"]),
-        (["--seed", "-1"], 2, ["--seed", "-1"]),
+        (["--only", "bert"], ["--only", "bert", "llama-mha"]),
+        (["--only", ","], ["--only", "llama-mha"]),
+        (["--seed", "-1"], ["--seed", "-1"]),
     ],
 )
 def test_a_wrong_flag_is_named(
-    flags: list[str], status: int, words: list[str], tmp_path: Path, capsys: Any
+    flags: list[str], words: list[str], tmp_path: Path, capsys: Any
 ) -> None:
-    assert build(tmp_path, *flags) == status
+    assert build(tmp_path, *flags) == 2
     message = capsys.readouterr().err
     assert all(word in message for word in words)
 

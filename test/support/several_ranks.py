@@ -61,3 +61,17 @@ def together(calls: Sequence[Callable[[], None]]) -> None:
         assert not thread.is_alive() or errors, "the ranks wait for each other for ever"
     if errors:
         raise errors[0]
+
+
+def no_wait(_rank: int) -> Callable[[], None]:
+    """For a `Group` in which nobody waits."""
+
+    def fail() -> None:
+        raise AssertionError("nobody waits here")
+
+    return fail
+
+
+def name(number: int) -> bytes:
+    """Identity of a block."""
+    return number.to_bytes(16, "big")

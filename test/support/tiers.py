@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -119,16 +118,6 @@ def project(layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> list[t
     """A stand-in for the projection: depends on layer, state and position."""
     mixed = hidden * 3 + (positions[:, None] * 7 + layer).to(torch.uint8)  # modulo 256
     return [mixed + part for part in range(len(PARTS))]
-
-
-class NoScheduler:
-    """A scheduler with nobody waiting or decoding, in place of `srt.scheduler.OwnScheduler`."""
-
-    exporter = None
-    decoding = 0
-
-    def __init__(self) -> None:
-        self.waiting_queue: list[Any] = []
 
 
 def build(

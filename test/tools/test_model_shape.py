@@ -3,14 +3,8 @@ import pytest
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import StateShape
 from sglang_hc.tools.model_shape import ModelShape
+from support.papers import LLAMA2_7B, LLAMA31_8B
 
-LLAMA2_7B = dict(
-    model_type="llama", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
-    num_key_value_heads=32, intermediate_size=11008, torch_dtype="float16",
-)  # fmt: skip
-LLAMA31_8B = LLAMA2_7B | dict(
-    num_key_value_heads=8, intermediate_size=14336, torch_dtype="bfloat16"
-)
 MIXTRAL = LLAMA31_8B | dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
 QWEN3_30B_A3B = dict(
     model_type="qwen3_moe", hidden_size=2048, num_hidden_layers=48, num_attention_heads=32,
@@ -36,7 +30,7 @@ FALCON_7B = dict(
     ("config", "attention", "state"),
     [
         (LLAMA2_7B, "MHA", StateShape(32, 8192, (8192, 8192), "float16")),
-        (LLAMA31_8B, "GQA", StateShape(32, 8192, (2048, 2048), "bfloat16")),
+        (LLAMA31_8B, "GQA", StateShape(32, 8192, (2048, 2048), "float16")),
         (QWEN3_30B_A3B, "GQA", StateShape(48, 4096, (1024, 1024), "bfloat16")),
         (FALCON_7B, "MQA", StateShape(32, 9088, (128, 128), "float16")),
         (DEEPSEEK_V3, "MLA", StateShape(61, 14336, (1152,), "bfloat16")),

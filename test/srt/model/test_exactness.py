@@ -6,6 +6,7 @@ to depend on the number of rows, on the columns, or on nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 from sglang_hc.config import ConfigError
+from sglang_hc.device.exactness import tiled
 from sglang_hc.srt.arguments.server_args import check_radix_cache
 from sglang_hc.srt.model import exactness
 from sglang_hc.srt.model.exactness import FixedTiles, choose_product, measure, use_plain_products
@@ -56,49 +58,37 @@ class Projection(torch.nn.Module):
         return self.quant_method.apply(self, hidden, self.bias), None
 
 
+class Radix:
+    """`model_kv` puts a `forward` on the instance and deletes it again."""
+
+    def forward(self, *_: Any) -> None:
+        raise AssertionError("nothing runs attention here")
+
+
 class Attention(torch.nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.qkv_proj = Projection(seed)
-        self.attn = SimpleNamespace(forward=None)
+        self.attn: Any = Radix()
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv_proj(hidden_states)[0].split(Q_ROWS, dim=1)
         return self.attn.forward(q, k, v)
 
 
+Make = Callable[[Any], list[LayerAdapter]]
+
+
 @pytest.fixture
-def layers(monkeypatch: pytest.MonkeyPatch) -> list[LayerAdapter]:
-    monkeypatch.setattr(LayerAdapter, "__init__", _without_radix(LayerAdapter.__init__))
-    return [LayerAdapter(Attention(seed), Family(rotary=None)) for seed in range(3)]
+def layers_with(monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Makes three layers whose linear is a product, for the model and for restorations alike."""
 
+    def make(product: Any) -> list[LayerAdapter]:
+        monkeypatch.setattr(torch.nn.functional, "linear", product)
+        monkeypatch.setattr(exactness, "TILED", tiled(product))
+        return [LayerAdapter(Attention(seed), Family(rotary=None)) for seed in range(3)]
 
-def _without_radix(original: Any) -> Any:
-    """`model_kv` puts a `forward` on the attention's instance and deletes it again."""
-
-    class Radix:
-        def forward(self, *_: Any) -> None:
-            raise AssertionError("nothing runs attention here")
-
-    def init(self: LayerAdapter, attention: Any, family: Family) -> None:
-        attention.attn = Radix()
-        original(self, attention, family)
-
-    return init
-
-
-def use(monkeypatch: pytest.MonkeyPatch, product: Any) -> None:
-    """torch's linear is `product` from here on, for the model and for restorations alike."""
-    from sglang_hc.device.exactness import tiled
-
-    monkeypatch.setattr(torch.nn.functional, "linear", product)
-    monkeypatch.setattr(exactness, "TILED", tiled(product))
-
-
-def refresh(layers: list[LayerAdapter]) -> list[LayerAdapter]:
-    for layer in layers:
-        layer.linear = torch.nn.functional.linear
-    return layers
+    return make
 
 
 @pytest.mark.parametrize(
@@ -111,15 +101,10 @@ def refresh(layers: list[LayerAdapter]) -> list[LayerAdapter]:
     ],
 )
 def test_a_product_is_cured_by_the_whole_projection_by_tiles_or_left_as_it_was(
-    layers: list[LayerAdapter],
-    monkeypatch: pytest.MonkeyPatch,
-    product: Any,
-    cured: bool,
-    sliceable: bool,
-    tiles: bool,
+    layers_with: Make, product: Any, cured: bool, sliceable: bool, tiles: bool
 ) -> None:
-    use(monkeypatch, product)
-    proof = choose_product(refresh(layers), demanded=True)
+    layers = layers_with(product)
+    proof = choose_product(layers, demanded=True)
     assert (proof.wrong is None) == cured and (proof.difference == 0.0 or not cured)
     method = FixedTiles if tiles else UnquantizedLinearMethod
     for layer in layers:
@@ -127,10 +112,9 @@ def test_a_product_is_cured_by_the_whole_projection_by_tiles_or_left_as_it_was(
 
 
 def test_row_dependence_is_told_and_cured_by_tiles_only_on_demand(
-    layers: list[LayerAdapter], monkeypatch: pytest.MonkeyPatch
+    layers_with: Make,
 ) -> None:
-    use(monkeypatch, by_count)
-    refresh(layers)
+    layers = layers_with(by_count)
     told = choose_product(layers, demanded=False)
     assert told.wrong is not None and "1 rows of the forward pass" in told.wrong
     assert not any(type(layer.qkv.quant_method) is FixedTiles for layer in layers)
@@ -144,12 +128,9 @@ def test_row_dependence_is_told_and_cured_by_tiles_only_on_demand(
     assert measure(layers) == told
 
 
-def test_one_layer_with_another_product_is_enough(
-    layers: list[LayerAdapter], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_layer_with_another_product_is_enough(layers_with: Make) -> None:
     """The middle layer's restoration runs a kernel of its own; its operands are the model's."""
-    use(monkeypatch, in_order)
-    refresh(layers)
+    layers = layers_with(in_order)
     layers[1].linear = lambda rows, weight, bias: in_order(rows, weight, None)
     proof = measure(layers)
     assert proof.wrong is not None and "of layer 1 differs" in proof.wrong
@@ -159,12 +140,10 @@ def test_one_layer_with_another_product_is_enough(
 @pytest.mark.parametrize("demanded", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_other_kernels_do_not_project_where_bits_matter(
-    layers: list[LayerAdapter],
-    monkeypatch: pytest.MonkeyPatch,
-    demanded: bool,
-    deterministic: bool,
+    layers_with: Make, monkeypatch: pytest.MonkeyPatch, demanded: bool, deterministic: bool
 ) -> None:
     """What they do with it is in test_core_projection.py."""
+    layers = layers_with(in_order)
     switched: list[str] = []
     monkeypatch.setattr(
         "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", lambda: switched.append("on")
@@ -174,14 +153,9 @@ def test_other_kernels_do_not_project_where_bits_matter(
     assert switched == (["on"] if deterministic else [])
 
 
-@pytest.mark.parametrize(("deterministic", "off"), [(True, False), (False, True), (False, False)])
-def test_deterministic_inference_with_a_radix_cache_is_served(
-    deterministic: bool, off: bool
-) -> None:
-    check_radix_cache(arguments(deterministic, off))
-
-
 def test_deterministic_inference_without_a_radix_cache_is_refused() -> None:
+    for deterministic, off in ((True, False), (False, True), (False, False)):
+        check_radix_cache(arguments(deterministic, off))
     with pytest.raises(
         ConfigError, match=r"--attention-backend flashinfer switches.*fa3 or triton"
     ):

@@ -157,14 +157,6 @@ def asked(model: str, change: Callable[[Any], None] | None = None) -> str | None
     return None
 
 
-MODELS = ("llama-gqa", "mistral", "qwen2", "qwen3", "gemma", "phi", "granite", "starcoder2")
-
-
-@pytest.mark.parametrize("model", (*MODELS, "deepseek-v2"))
-def test_models_whose_state_may_move(models: None, model: str) -> None:
-    assert run_in_child(asked, model) is None
-
-
 @pytest.mark.parametrize("model", ["opt", "gpt2"])
 def test_learned_positions_are_refused(models: None, model: str) -> None:
     said = run_in_child(asked, model)
@@ -172,18 +164,10 @@ def test_learned_positions_are_refused(models: None, model: str) -> None:
     assert said.startswith("--hc-overflow reembed: ") and "use --hc-overflow recompute" in said
 
 
-def test_an_8_bit_cache_is_refused(models: None) -> None:
-    assert "K is kept as torch.float8_e5m2" in run_in_child(asked, "llama-gqa", _coarse)
-
-
 def _coarse(runner: Any) -> None:
     import torch
 
     runner.token_to_kv_pool.dtype = torch.float8_e5m2
-
-
-def test_a_layer_that_rotates_otherwise_is_refused(models: None) -> None:
-    assert "K of layer 2" in run_in_child(asked, "llama-gqa", _flipped)
 
 
 def _flipped(runner: Any) -> None:
@@ -220,11 +204,6 @@ SCALED = {
 }
 
 
-@pytest.mark.parametrize("name", SCALED)
-def test_scaled_tables_may_move(models: None, name: str) -> None:
-    assert run_in_child(asked, "llama-gqa", partial(_scaled, name)) is None
-
-
 def _scaled(name: str, runner: Any) -> None:
     """As if the model's configuration had this scaling, beyond its first 512 positions."""
     from sglang.srt.layers.rotary_embedding import get_rope
@@ -236,16 +215,8 @@ def _scaled(name: str, runner: Any) -> None:
         )
 
 
-@pytest.mark.parametrize(("first", "refused"), [(300, True), (CONTEXT - 1, True), (CONTEXT, False)])
-def test_positions_up_to_the_end_of_the_context_are_looked_at(
-    models: None, first: int, refused: bool
-) -> None:
-    """Positions from `first` on are rotated otherwise than the table says."""
-    said = run_in_child(asked, "llama-gqa", partial(_other_from, first))
-    assert ("K of layer 2" in said) if refused else said is None
-
-
 def _other_from(first: int, runner: Any) -> None:
+    """Positions from `first` on are rotated otherwise than the table says."""
     import torch
 
     def shifted(positions: Any) -> Any:
@@ -254,13 +225,9 @@ def _other_from(first: int, runner: Any) -> None:
     _read_positions(runner, shifted)
 
 
-@pytest.mark.parametrize("longest", [100, 3000])
-def test_a_table_that_depends_on_the_longest_request_is_refused(models: None, longest: int) -> None:
-    """As longrope has one: every position of a batch with a long request is rotated by another."""
-    assert "K of layer 2" in run_in_child(asked, "llama-gqa", partial(_by_batch, longest))
-
-
 def _by_batch(longest: int, runner: Any) -> None:
+    """A table that depends on the longest request, as longrope has one: every position of a batch
+    with a long request is rotated by another."""
     _read_positions(runner, lambda p: p // 2 if int(p.max()) >= longest else p)
 
 
@@ -274,3 +241,30 @@ def _read_positions(runner: Any, change: Callable[[Any], Any]) -> None:
     original = attention.rotary_emb.forward
     rotary.forward = lambda positions, *rest, **kw: original(change(positions), *rest, **kw)
     attention.rotary_emb = rotary
+
+
+@pytest.mark.parametrize(
+    "change", [None, *(partial(_scaled, name) for name in SCALED), partial(_other_from, CONTEXT)]
+)
+def test_tables_that_hold_up_to_the_end_of_the_context_may_move(models: None, change: Any) -> None:
+    assert run_in_child(asked, "llama-gqa", change) is None
+
+
+@pytest.mark.parametrize(
+    "model", ("mistral", "qwen2", "qwen3", "gemma", "phi", "granite", "starcoder2", "deepseek-v2")
+)
+def test_models_whose_state_may_move(models: None, model: str) -> None:
+    assert run_in_child(asked, model) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        (_coarse, "K is kept as torch.float8_e5m2"),
+        (_flipped, "K of layer 2"),
+        *((partial(_other_from, first), "K of layer 2") for first in (300, CONTEXT - 1)),
+        *((partial(_by_batch, longest), "K of layer 2") for longest in (100, 3000)),
+    ],
+)
+def test_state_that_cannot_move_is_refused(models: None, change: Any, wrong: str) -> None:
+    assert wrong in run_in_child(asked, "llama-gqa", change)

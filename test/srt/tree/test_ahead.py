@@ -148,17 +148,6 @@ def test_a_request_is_looked_at_again_when_its_fetch_is_over() -> None:
     assert queue.restored(request) == [], "what others needed goes to nobody"
 
 
-def test_one_request_keeps_what_it_has_while_the_others_make_room() -> None:
-    queue = Queue()
-    for words in WORDS[:2]:
-        keep(queue.host, tokens_of(words))
-    first, second = queue.come(1, WORDS[0]), queue.come(2, WORDS[1])
-    for _ in range(4):
-        queue.a_pass()
-    assert queue.blocks.release(keep=first) == 2 * BLOCK_TOKENS
-    assert queue.restored(first) == [0, 1, 2, 3, 4, 5] and not queue.restored(second)
-
-
 class Planner:
     """Answers `choose` as told, and notes what it is asked."""
 

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 from array import array
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
+from benchmark.hooks.parts import cache_over, cache_params
 from sglang_hc.forms import LayerPlan
 from sglang_hc.queue.lookahead import LookAhead
-from sglang_hc.restore.prerestored import PrerestoredBlocks
-from sglang_hc.srt.engine.scheduler import OwnScheduler
-from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.tree.identity import pack_tokens
 from support.host import FINGERPRINT, identities
-from support.tiers import NoScheduler, build
+from support.tiers import build
 
 
 class Allocator:
     """Takes slots back."""
-
-    device = "cpu"
 
     def __init__(self) -> None:
         self.freed: list[int] = []
@@ -37,23 +32,12 @@ class Allocator:
         self.freed += slots.tolist()
 
 
-def params() -> CacheInitParams:
-    return CacheInitParams(
-        disable=False,
-        req_to_token_pool=None,
-        token_to_kv_pool_allocator=Allocator(),  # type: ignore[arg-type]
-        page_size=1,
-    )
-
-
 def ours() -> tuple[HcRadixCache, LookAhead]:
     window = LookAhead()
     tiers, _, _ = build(LayerPlan(0, 0, 1), slots=2, device_slots=4)
-    order = DeviceOrder(FINGERPRINT, window)
-    compute = ComputeStream(torch.device("cpu"))
-    given, scheduler = params(), cast(OwnScheduler, NoScheduler())
-    ahead = PrerestoredBlocks(given.token_to_kv_pool_allocator, tiers.restorer, compute)
-    return HcRadixCache(given, tiers, scheduler, compute, ahead, order), window
+    cache = cache_over(tiers, DeviceOrder(FINGERPRINT, window))
+    cache.token_to_kv_pool_allocator = Allocator()
+    return cache, window
 
 
 def insert(cache: RadixCache, tokens: list[int], salt: str | None = None, at: int = 0) -> None:
@@ -99,7 +83,8 @@ def stretch(short: list[int], cut: int) -> list[int]:
 @given(steps)
 def test_with_nobody_waiting_it_is_sglangs_own_order(history: Any) -> None:
     cache, _ = ours()
-    stock = RadixCache(params())
+    stock = RadixCache(cache_params())
+    stock.token_to_kv_pool_allocator = Allocator()
     locked: list[tuple[Any, Any]] = []
     for number, (action, short, salt, count) in enumerate(history):
         tokens = stretch(short, count)

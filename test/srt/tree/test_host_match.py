@@ -10,16 +10,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from benchmark.hooks.parts import cache_over
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
-from sglang_hc.restore.prerestored import PrerestoredBlocks
-from sglang_hc.srt.engine.streams import ComputeStream
-from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.host import keep
-from support.tiers import NoScheduler, build
+from support.tiers import build
 
 SLOTS = 6
 COUNT = 4 * BLOCK_TOKENS
@@ -47,23 +44,11 @@ class Subject:
     """A device tree over a host tier, without a model."""
 
     def __init__(self) -> None:
-        allocator: Any = SimpleNamespace(device="cpu", free_segment=lambda *_, **__: None)
         self.tiers, _, _ = build(LayerPlan(0, 0, 1), slots=SLOTS, device_slots=4)
         self.host = self.tiers.host
-        compute = ComputeStream(torch.device("cpu"))
-        self.cache = HcRadixCache(
-            CacheInitParams(
-                disable=False,
-                req_to_token_pool=None,  # type: ignore[arg-type]
-                token_to_kv_pool_allocator=allocator,
-                page_size=1,
-            ),
-            self.tiers,
-            NoScheduler(),  # type: ignore[arg-type]
-            compute,
-            PrerestoredBlocks(allocator, self.tiers.restorer, compute),
-            None,
-        )
+        self.cache = cache_over(self.tiers)
+        allocator: Any = SimpleNamespace(free_segment=lambda *_, **__: None)
+        self.cache.token_to_kv_pool_allocator = allocator
 
     def device(self, word: str, length: int, salt: str | None) -> None:
         key = RadixKey(tokens_of(word, length), salt)

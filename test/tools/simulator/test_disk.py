@@ -1,11 +1,13 @@
 """The simulated disk tier under every policy: prefixes only, and never above its size."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.policy.eviction import POLICIES, make_policy
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.tools.simulator.disk import SimulatedDisk
+from sglang_hc.tools.simulator.policies import FifoPolicy
 
 
 def chain(path: str) -> list[bytes]:
@@ -54,3 +56,24 @@ def test_only_prefixes_are_kept(name, history):
         else:
             window.update([path], 1, chain)
         disk.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("stored", "left"),
+    [
+        (("ab", "xy", "abc"), "abc ab a xy x"),  # what grows keeps its age
+        (("sa", "sb", "sac", "t"), "sac sa sb s t"),  # a branch has its own
+    ],
+)
+def test_first_in_first_out_goes_by_conversations_and_not_by_uses(stored, left):
+    disk, there, order = SimulatedDisk(5, FifoPolicy()), set(), []
+    for path in stored:
+        write(disk, path, 0.0)
+        there.update(chain(path))
+    disk.access(chain(stored[-1]))
+    for number in range(5):
+        disk.write(None, b"new%d" % number, 0.0)
+        gone = sorted(name for name in there if not disk.holds(name))
+        order += gone
+        there.difference_update(gone)
+    assert b" ".join(order).decode() == left

@@ -127,21 +127,6 @@ def test_a_history_on_disk_is_met_when_the_planner_says(rate: float) -> None:
     assert counters["restore_reason_slow_tier"] == 1
 
 
-@pytest.mark.parametrize(("forms", "rate"), [("kv", 8), ("hidden", 16), ("hidden:30,kv:10", 16)])
-def test_from_a_fast_disk_what_comes_is_restored_while_its_request_waits(
-    forms: str, rate: float
-) -> None:
-    alone = model(forms, gpus=1)
-    disk = rate * balance(alone)
-    split = planned(disk, alone)
-    assert split.as_they_come and not split.head
-    cache, met, recomputed = served(disk, model=alone)
-    counters = cache.prefetcher.counters
-    assert counters["meetings"] == counters["meetings_restored"] == 1
-    assert met == pytest.approx(split.seconds, rel=0.05)
-    assert met < 0.8 * serial(disk, alone) and met < recomputed
-
-
 @pytest.mark.parametrize("forms", ["kv", "hidden", "hidden:30,kv:10"])
 @settings(deadline=None, max_examples=examples(60))
 @given(

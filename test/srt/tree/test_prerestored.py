@@ -27,20 +27,6 @@ from support.examples import examples
 from support.meeting_world import WORD
 
 
-def test_a_block_is_restored_when_it_has_come_and_no_second_time() -> None:
-    world = EarlyWorld()
-    world.meeting.read_down_to(8)
-    assert world.restore() == []
-    world.deliver()
-    world.deliver(1)
-    assert world.restore() == [9, 11] and world.restore() == []
-    world.deliver()
-    assert world.restore() == [8]
-    assert sorted(world.meeting.load.restored) == [8, 9, 11]
-    assert world.meeting.history(0, 8, 0.0).restored == 3 * BLOCK_TOKENS
-    world.settle()
-
-
 @pytest.mark.parametrize(("limit", "blocks"), [(STOP, [10, 11]), (STOP - 1, [10])])
 def test_a_block_whose_end_must_be_computed_is_not_restored_early(
     limit: int, blocks: list[int]
