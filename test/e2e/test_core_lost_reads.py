@@ -19,7 +19,6 @@ from support.meetings import (
     FAST,
     HeldDisk,
     counted,
-    forget,
     halving_profile,
     second_turn,
     start,
@@ -69,7 +68,7 @@ def deaths(folder: str, profile: str, points: Sequence[int]) -> list[Death]:
         disk.dies_after(answers)
         reply, counts = counted(core, lambda: core.ask(second_turn(first), 24))
         found.append(Death(answers, len(disk.asked), reply, counts))
-        forget(core)
+        core.forget()
     return found
 
 

@@ -20,10 +20,8 @@ from support.meetings import (
     FOLLOW,
     HeldDisk,
     counted,
-    forget,
     halving_profile,
     meet,
-    run,
     second_turn,
     start,
 )
@@ -57,7 +55,7 @@ def faults_at_every_block(folder: str, profile: str) -> list[tuple]:
             reply, seen = counted(core, lambda: core.ask(history, 24))
             results.append((outcome, block, len(disk.asked), reply, seen))
             disk.verdicts = {}
-            forget(core)
+            core.forget()
     return results
 
 
@@ -92,13 +90,13 @@ def stalls_at_every_block(folder: str, profile: str) -> list[tuple]:
                 disk.left = None  # what was under way ends well, too late
 
         def ask(rid: str = rid, resume: Callable[[int], None] = resume) -> Reply:
-            run(core, resume)
+            core.run(each_pass=resume)
             disk.left = None
             return core.reply(rid)
 
         reply, seen = counted(core, ask)
         results.append((come, reply, seen))
-        forget(core)
+        core.forget()
     return results
 
 
@@ -142,12 +140,12 @@ def disturbed(folder: str, profile: str) -> list[tuple[str, int]]:
                 else:
                     names.append(core.submit(history, 24))
 
-            counted(core, lambda happen=happen: run(core, happen))
+            counted(core, lambda happen=happen: core.run(each_pass=happen))
             for name in names:
                 assert core.reply(name).tokens == WANTED[0], (event, when)
-            forget(core)
+            core.forget()
             assert core.ask(history, 24).tokens == WANTED[0], "and it is served as before"
-            forget(core)
+            core.forget()
     return seen
 
 
@@ -209,9 +207,9 @@ def beside(folder: str, profile: str, *flags: str) -> tuple:
                 asked.append(core.submit(second_turn(first), 4, salt=salt))
 
         gaps = Gaps(core, core.submit(FOLLOW, 60))
-        run(core, arrive)
+        core.run(each_pass=arrive)
         found.append((*gaps.widest(), core.reply(asked[0])))
-        forget(core)
+        core.forget()
     return (*found, core.tree.stats().get("meetings", 0))
 
 

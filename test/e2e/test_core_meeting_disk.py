@@ -27,9 +27,7 @@ from support.meetings import (
     Seen,
     check_moved,
     counted,
-    forget,
     halving_profile,
-    run,
     second_turn,
     server,
     start,
@@ -81,7 +79,7 @@ def each_block(
         disk.asked.clear()
         reply, counts = ask(disk.where(block))
         found.append(Seen(block, disk.path[block] in disk.asked, reply, counts))
-        forget(core)
+        core.forget()
     return found
 
 
@@ -135,7 +133,7 @@ def stalled_reads(folder: str, profile: str) -> list[Seen]:
                 goes_on.set()
 
         def serve() -> Reply:
-            run(core, resume)
+            core.run(each_pass=resume)
             goes_on.set()
             return core.reply(rid)
 

@@ -20,9 +20,7 @@ from support.meetings import (
     BLOCKS,
     HeldDisk,
     counted,
-    forget,
     halving_profile,
-    run,
     second_turn,
     start,
 )
@@ -68,13 +66,13 @@ class Server:
             each_pass(number, rid)
 
         def serve() -> Reply:
-            run(core, look)
+            core.run(each_pass=look)
             disk.left = None
             return core.reply(rid)
 
         reply, counts = counted(core, serve)
         assert core.tree.prerestored.tokens == 0
-        forget(core)
+        core.forget()
         return Seen(reply, counts, had)
 
 

@@ -26,9 +26,7 @@ from support.meetings import (
     Seen,
     check_moved,
     counted,
-    forget,
     meet,
-    run,
     second_turn,
     server,
 )
@@ -44,7 +42,7 @@ def start(form: str, profile: str, *flags: str, seconds: float | None = STORE_SE
     and the reply to the first."""
     core = server(form, profile, *flags, store_seconds=seconds)
     first = core.ask(PROMPT, 30).tokens
-    forget(core)
+    core.forget()
     return core, second_turn(first), first
 
 
@@ -143,7 +141,7 @@ def faults_at_each_block(profile: str, folder: str, kind: str) -> list[Seen]:
         key = storage_key(remote._store._model, path[block])
         reply, counts = counted(core, lambda key=key: FAULTS[kind](core, history, key, folder))
         found.append(Seen(block, path[block] in asked, reply, counts))
-        forget(core)
+        core.forget()
         remote._presence.clear()  # what it noted of the damaged block
     return found
 
@@ -216,7 +214,7 @@ def stalled(core: Core, history: list[int], key: str, *_: str) -> Reply:
         if rid in core.requests and core.requests[rid].finished():
             goes_on.set()
 
-    run(core, resume)
+    core.run(each_pass=resume)
     goes_on.set()
     core.settle()
     backend.get = get

@@ -19,7 +19,7 @@ import pytest
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.core import run_in_child
 from support.during import When
-from support.meetings import HeldDisk, halving_profile, run, second_turn, start
+from support.meetings import HeldDisk, halving_profile, second_turn, start
 from support.ordered_core import OrderedCore
 from support.prompts import prompt
 
@@ -168,7 +168,7 @@ def met(folder: str, control: Callable[[OrderedCore], None] | None = None) -> di
         if number == 6:
             core.submit(second_turn(first), 4)
 
-    run(core, arrive)
+    core.run(each_pass=arrive)
     return {
         "races": [str(race) for race in core.watch.races],
         "sites": [race.sites for race in core.watch.races],

@@ -15,7 +15,7 @@ import pytest
 
 from support.core import Core, Once, Reply, run_in_child
 from support.during import When
-from support.meetings import HeldDisk, counted, run, second_turn, start
+from support.meetings import HeldDisk, counted, second_turn, start
 from support.prompts import on_disk, prompt
 
 POOL = 1200
@@ -197,7 +197,7 @@ def in_a_meeting(folder: str, profile: str, form: str, rid: str | None, leave: b
         if number == 6:
             disk.left = None
 
-    _, counts = counted(core, lambda: run(core, each_pass))
+    _, counts = counted(core, lambda: core.run(each_pass=each_pass))
     mine = core.arrived[1:]
     assert all(req.finished() for req in mine)
     core.settle()

@@ -3,8 +3,6 @@ scheduler; what the tests of meetings share."""
 
 from __future__ import annotations
 
-import itertools
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,15 +14,14 @@ from sglang_hc.policy.correction import Resource
 from sglang_hc.store.outcome import Outcome
 from support import profiles
 from support.core import Core, Reply
-from support.prompts import on_disk
+from support.prompts import on_disk, prompt
 
 FLAGS = (
     "--max-total-tokens", "4000", "--dtype", "float32", "--hc-host-size-gb", "0.2",
     "--chunked-prefill-size", "512",
 )  # fmt: skip
-_RNG = random.Random(3)
-PROMPT = [_RNG.randrange(3, 900) for _ in range(700)]
-FOLLOW = [_RNG.randrange(3, 900) for _ in range(20)]
+SAID = prompt(3, 720)
+PROMPT, FOLLOW = SAID[:700], SAID[700:]
 BLOCKS = 11
 """Whole blocks of the prompt and its reply of 30 tokens, 29 of which are kept."""
 
@@ -124,7 +121,7 @@ def start(
     """A server whose disk alone holds the first turn."""
     core = server(form, profile, *on_disk(folder), *flags, kind=kind)
     first = core.ask(PROMPT, 30).tokens
-    forget(core)
+    core.forget()
     return core, first
 
 
@@ -140,11 +137,6 @@ def second_turn(first: list[int]) -> list[int]:
     return [*PROMPT, *first, *FOLLOW]
 
 
-def forget(core: Core) -> None:
-    core.settle()
-    assert core.scheduler.flush_cache()
-
-
 def counted(core: Core, during: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
     before = core.tree.stats()
     reply = during()
@@ -155,22 +147,6 @@ def counted(core: Core, during: Callable[[], Any]) -> tuple[Any, dict[str, int]]
     after = core.tree.stats()
     changes = {k: v - before.get(k, 0) for k, v in after.items() if isinstance(v, int)}
     return reply, {name: change for name, change in changes.items() if change}
-
-
-def run(core: Core, each_pass: Callable[[int], None]) -> None:
-    """Run to the end; `each_pass` is told the number of each pass at its top."""
-    receive = core.scheduler.request_receiver.recv_requests
-    passes = itertools.count(1)
-
-    def received() -> list[Any]:
-        each_pass(next(passes))
-        return receive()
-
-    core.scheduler.request_receiver.recv_requests = received
-    try:
-        core.run()
-    finally:
-        core.scheduler.request_receiver.recv_requests = receive
 
 
 class Seen(NamedTuple):
