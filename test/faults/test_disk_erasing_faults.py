@@ -25,12 +25,13 @@ from support.disk_store import (
     check_ledgers,
     failing,
     make_path,
+    names_of,
     nothing,
     only_in,
     open_store,
     put,
 )
-from support.erased import check_kept, names, traces
+from support.erased import check_kept, traces
 from support.waiting import HANGS_S, until
 
 ACME, OTHER = Forgetting("acme"), "other tenant"
@@ -71,11 +72,11 @@ def test_a_disk_that_fails_is_said_and_asked_again(
     assert (store.counters()["erasing_failed"] > 0) is fails
     setattr(faults, hook, nothing)
     if fails and what is None:
-        assert store.contains(names(mine)) == 0
+        assert store.contains(names_of(mine)) == 0
         outcome = Outcome.OK if hook == "on_unlink" else Outcome.DROPPED
         assert put(store, mine) == [outcome] * 4, "they would go with what is not cleared"
         store.tick()
-        assert store.contains(names(mine)) == (4 if hook == "on_unlink" else 0)
+        assert store.contains(names_of(mine)) == (4 if hook == "on_unlink" else 0)
         check_kept(store, [block for block in mine if store.contains([block.block_id])])
     assert erase(store, what).complete
     assert traces(scratch, mine, "acme") == []
@@ -93,7 +94,7 @@ def test_what_cannot_be_read_goes_too(scratch: Path, faults: Faults) -> None:
     assert store.erase(ACME) == Erased(5, True)
     faults.on_read = nothing
     check_kept(store, others[1:])
-    assert store.contains(names(others)) == 0
+    assert store.contains(names_of(others)) == 0
     store.close()
 
 
@@ -115,12 +116,12 @@ def test_a_clear_that_failed_is_made_up_for(scratch: Path, faults: Faults, why: 
     assert store.erase_all() == Erased(held, False)
     bad.note_hang(False)
     faults.on_rename = nothing
-    assert store.contains(names(blocks)) == 0 and not bad.find(names(blocks)[0])
+    assert store.contains(names_of(blocks)) == 0 and not bad.find(names_of(blocks)[0])
     assert {*put(store, blocks)} == {Outcome.OK, Outcome.DROPPED}
     assert len(bad.blocks) == 0
     clock.now += 10
     store.tick()
-    assert not any(path_of.exists() for path_of in map(Path, map(bad.path, names(blocks))))
+    assert not any(path_of.exists() for path_of in map(Path, map(bad.path, names_of(blocks))))
     assert {*put(store, blocks)} == {Outcome.OK, Outcome.DUPLICATE}
     check_kept(store, blocks)
     check_ledgers(store)
@@ -178,7 +179,7 @@ def test_a_write_that_was_asked_for_before_a_clear_is_never_found(
     writer.join()
     eraser.join()
     assert outcomes == [Outcome.DROPPED] and ended[0].complete
-    assert store.contains(names(mine)) == 0
+    assert store.contains(names_of(mine)) == 0
     other.tick()
     assert not other.find(mine[0].block_id)
     assert traces(scratch, mine, "acme") == []
@@ -262,7 +263,7 @@ def test_killed_between_the_steps_nothing_is_left_that_counts_for_ever(
         store.tick()
         assert sum(1 for _ in block_files(scratch)) == len(left), "the rest is removed"
     else:
-        assert store.contains(names(others)) == 6 and len(left) == 12 - step
+        assert store.contains(names_of(others)) == 6 and len(left) == 12 - step
     assert erase(store, None if what == "clear" else ACME).complete
     assert traces(scratch, mine, "acme") == []
     check_ledgers(store)
@@ -280,6 +281,6 @@ def test_killed_after_the_answer_nothing_is_found(scratch: Path) -> None:
     child.wait()
     assert traces(scratch, mine, "acme") == []
     store = open_store(scratch, size=400 * FILE)
-    assert not set(names(mine)) & set(store.block_ids())
+    assert not set(names_of(mine)) & set(store.block_ids())
     check_kept(store, others)
     store.close()

@@ -5,18 +5,18 @@ from __future__ import annotations
 from sglang_hc.store.disk import DiskStore
 from sglang_hc.store.outcome import Outcome
 from support.clock import Clock
-from support.disk_store import make_path, put
+from support.disk_store import make_path, names_of, put
 
 START = 1_700_000_000.0
 
 
 def names(seed: int, count: int = 8) -> list[bytes]:
-    return [block.block_id for block in make_path(count, seed=seed)]
+    return names_of(make_path(count, seed=seed))
 
 
-def left(store: DiskStore, count: int = 8, seeds: int = 40) -> list[int]:
-    """Seeds of which all blocks are there."""
-    return [seed for seed in range(seeds) if store.contains(names(seed, count)) == count]
+def left(store: DiskStore, count: int = 8) -> list[int]:
+    """Seeds, below 40, of which all blocks are there."""
+    return [seed for seed in range(40) if store.contains(names(seed, count)) == count]
 
 
 def fill(store: DiskStore, seeds: range, clock: Clock, pause: float = 60) -> None:

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import pytest
 
 GIB = 1 << 30
+GPU_GIB = 80
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -30,8 +31,8 @@ class Reached(Exception):
     """The command got as far as loading the model."""
 
 
-def pretend_gpu(gpu_gib: int = 80, memory_gib: int = 128) -> None:
-    """Pretend that this machine has one GPU like an H100, with so much memory on it and beside."""
+def pretend_gpu() -> None:
+    """Pretend that this machine has one GPU like an H100, with its memory, and 128 GiB beside."""
     import torch
     from sglang.srt import server_args
 
@@ -39,7 +40,7 @@ def pretend_gpu(gpu_gib: int = 80, memory_gib: int = 128) -> None:
     from benchmark.harness import machine
 
     found = SimpleNamespace(
-        name="NVIDIA H100", major=9, minor=0, total_memory=gpu_gib * GIB, multi_processor_count=132
+        name="NVIDIA H100", major=9, minor=0, total_memory=GPU_GIB * GIB, multi_processor_count=132
     )
     cuda: Any = torch.cuda
     cuda.is_available = lambda: True
@@ -47,11 +48,11 @@ def pretend_gpu(gpu_gib: int = 80, memory_gib: int = 128) -> None:
     cuda.get_device_capability = lambda device=None: (9, 0)
     cuda.get_device_properties = lambda device=None: found
     cuda.get_device_name = lambda device=None: found.name
-    cuda.mem_get_info = lambda device=None: (gpu_gib * GIB, gpu_gib * GIB)
+    cuda.mem_get_info = lambda device=None: (GPU_GIB * GIB, GPU_GIB * GIB)
     changed: Any = server_args
-    changed.get_device_memory_capacity = lambda device=None: gpu_gib * 1024
+    changed.get_device_memory_capacity = lambda device=None: GPU_GIB * 1024
     memory: Any = sglang_hc.memory
-    memory.meminfo = lambda field: memory_gib * GIB
+    memory.meminfo = lambda field: 128 * GIB
     memory.cgroups = list
     tool: Any = machine
     tool.has_gpu = lambda: True
