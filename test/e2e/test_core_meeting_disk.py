@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -19,7 +20,6 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.core import Core, Reply, run_in_child
 from support.disk_store import Faults, open_with, store_of
-from support.file_ranges import Range
 from support.meetings import (
     BLOCKS,
     FAST,
@@ -36,6 +36,25 @@ from support.prompts import on_disk
 from support.waiting import HANGS_S
 
 FORM = "hidden:2,kv:2"
+
+
+class Range(NamedTuple):
+    """Bytes [begin, end) of a block's file."""
+
+    path: Path
+    begin: int
+    end: int
+
+    def overlaps(self, path: str, begin: int, end: int) -> bool:
+        return Path(path) == self.path and begin < self.end and self.begin < end
+
+    def flip(self) -> None:
+        """A bit in the middle."""
+        with self.path.open("r+b") as file:
+            file.seek((self.begin + self.end) // 2)
+            (byte,) = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
 
 
 class Disk:

@@ -16,6 +16,7 @@ from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.presence import Presence, PresenceCache
 from sglang_hc.store.remote.store import storage_key
 from support.clock import Clock
+from support.disk_store import names_of
 from support.remote import (
     FOREVER,
     LAYOUT,
@@ -29,7 +30,6 @@ from support.remote import (
     make_blocks,
     make_path,
     make_pool,
-    names_of,
     save,
     until,
 )

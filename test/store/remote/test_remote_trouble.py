@@ -19,6 +19,7 @@ from sglang_hc.store.presence import Presence
 from sglang_hc.store.remote import store as store_module
 from sglang_hc.store.remote.store import storage_key
 from support.clock import Clock
+from support.disk_store import names_of
 from support.remote import (
     FOREVER,
     MODEL,
@@ -28,7 +29,6 @@ from support.remote import (
     load,
     make_blocks,
     make_path,
-    names_of,
     save,
     until,
     wait,
