@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
 
@@ -120,16 +121,11 @@ def _unchanged() -> Iterator[None]:
         (argparse.ArgumentParser, "parse_known_args"), (subprocess, "run"), (sys, "argv"),
         (Scheduler, "__init__"), (suite.Suite, "run"),
     ]  # fmt: skip
-    environment = dict(os.environ)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            for place, name in places:
-                patch.setattr(place, name, getattr(place, name))
-            patch.chdir(ROOT)
-            yield
-    finally:
-        os.environ.clear()
-        os.environ.update(environment)
+    with mock.patch.dict(os.environ), pytest.MonkeyPatch.context() as patch:
+        for place, name in places:
+            patch.setattr(place, name, getattr(place, name))
+        patch.chdir(ROOT)
+        yield
 
 
 def _parsers() -> None:

@@ -112,7 +112,6 @@ class Player:
         self._folder = folder
         self._weather = weather
         self._model = engine.model
-        self._versions = dict(engine.adapters)
         flags = list(engine_flags(engine, weather.folder))
         if engine.adapters:
             for name, version in engine.adapters.items():
