@@ -27,7 +27,6 @@ from support.meetings import (
     HeldDisk,
     Replies,
     counted,
-    forget,
     halving_profile,
     second_turn,
     server,
@@ -44,7 +43,7 @@ def begin(form: str, profile: str, seconds: float | None, *below: str) -> tuple[
     seconds: what a token of a layer from a remote store took; None where nobody has seen it."""
     core = server(form, profile, *below, store_seconds=seconds)
     first = core.ask(PROMPT, 30).tokens
-    forget(core)
+    core.forget()
     return core, first
 
 
@@ -165,7 +164,7 @@ def deaths(folder: str, profile: str) -> list[Death]:
         disk.verdicts = dict.fromkeys(range(answers, 2 * BLOCKS), Outcome.IO_ERROR)
         reply, counts = counted(core, serve)
         found.append(Death(answers, len(disk.asked), reply, counts))
-        forget(core)
+        core.forget()
     return found
 
 
@@ -230,7 +229,7 @@ def beside(folder: str, profile: str, *flags: str) -> tuple:
         gaps = Gaps(core, core.submit(FOLLOW, 60))
         core.run(each_pass=arrive)
         found.append((*gaps.widest(), core.reply(asked[0])))
-        forget(core)
+        core.forget()
     return (*found, core.tree.stats().get("meetings", 0))
 
 

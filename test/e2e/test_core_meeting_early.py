@@ -21,7 +21,6 @@ from support.meetings import (
     HeldDisk,
     Replies,
     counted,
-    forget,
     halving_profile,
     second_turn,
     start,
@@ -74,7 +73,7 @@ class Server:
 
         reply, counts = counted(core, serve)
         assert core.tree.prerestored.tokens == 0
-        forget(core)
+        core.forget()
         return Seen(reply, counts, had)
 
 

@@ -18,20 +18,19 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+from support.file_ranges import Range
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.store.remote.store import storage_key
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.core import Core, Reply, run_in_child
 from support.disk_store import EIO, Faults, Hook, open_with, store_of
-from support.file_ranges import Range
 from support.meetings import (
     BLOCKS,
     FAST,
     PROMPT,
     Replies,
     counted,
-    forget,
     halving_profile,
     second_turn,
     server,
@@ -60,7 +59,7 @@ def start(profile: str, *below: str) -> tuple[Core, list[int], list[bytes]]:
     and the identities of its blocks that are stored."""
     core = server(FORM, profile, *below, store_seconds=FAST)
     history = second_turn(core.ask(PROMPT, 30).tokens)
-    forget(core)
+    core.forget()
     stored = Prefix(None, pack_tokens(history))
     return core, history, core.tree.tiers.host.tree.identities(stored)[:BLOCKS]
 
@@ -93,7 +92,7 @@ def each_block(core: Core, history: list[int], path: Sequence[bytes], fault: Fau
             asked.clear()
             reply, counts = counted(core, lambda block=block: serve(block))
             found.append(Seen(block, path[block] in asked, reply, counts))
-            forget(core)
+            core.forget()
     return found
 
 

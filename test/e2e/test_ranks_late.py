@@ -20,7 +20,7 @@ from sglang_hc.policy.correction import Resource
 from sglang_hc.ranks.agreement import Agreement
 from sglang_hc.store.outcome import Outcome
 from support import profiles
-from support.branching_talks import FLAGS, talk
+from support.core import Core
 from support.decisions import note_decisions
 from support.prompts import in_store, on_disk
 from support.ranked_core import CORES, RankedCore, StagedCore, run_ranks
@@ -28,6 +28,35 @@ from support.ranked_core import CORES, RankedCore, StagedCore, run_ranks
 TALKS = 6
 MORE_AT_ONCE = ("--max-running-requests", "6")
 """A pipeline divides them by its stages."""
+
+FLAGS = (
+    "--max-total-tokens", "1200", "--dtype", "float32", "--hc-host-size-gb", "0.008",
+    "--max-running-requests", "3", "--random-seed", "1",
+)  # fmt: skip
+"""For a device that holds the requests that run, and a host tier that holds two or three of
+the conversations."""
+
+
+def talk(core: Core, after_turn: Callable[[int], None]) -> list[str]:
+    """Three turns of `TALKS` conversations, every fifth with a salt of its own, and in each turn a
+    request that is aborted while it waits. Returns the names of the answered requests."""
+    rng = random.Random(5)
+    system = rng.choices(range(3, 900), k=100)
+    histories = [system + rng.choices(range(3, 900), k=90) for _ in range(TALKS)]
+    salts = ["other" if number % 5 == 0 else None for number in range(TALKS)]
+    answered: list[str] = []
+    for turn in range(3):
+        now = [core.submit(h, 8, s) for h, s in zip(histories, salts, strict=True)]
+        core.abort(core.submit(histories[0][:150], 8))
+        core.run()
+        after_turn(turn)
+        answered += now
+        histories = [
+            h + core.reply(rid).tokens + [7, 8, 9 + turn]
+            for h, rid in zip(histories, now, strict=True)
+        ]
+    return answered
+
 
 LATE = 1
 """The rank whose I/O is late."""
@@ -118,7 +147,7 @@ def run(
         if turn == 1:
             core.forget()
 
-    rids = talk(core, TALKS, forget)
+    rids = talk(core, forget)
     core.settle()
     counts = core.tree.tiers.counts()
     core.tree.release_host_resources()

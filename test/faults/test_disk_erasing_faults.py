@@ -20,12 +20,13 @@ from support.disk_store import (
     check_ledgers,
     failing,
     make_path,
+    names_of,
     nothing,
     only_in,
     open_store,
     put,
 )
-from support.erased import check_kept, names, traces
+from support.erased import check_kept, traces
 from support.waiting import HANGS_S, until
 
 ACME, OTHER = Forgetting("acme"), "other tenant"
@@ -138,7 +139,7 @@ def test_killed_between_the_steps_nothing_is_left_that_counts_for_ever(
     left = store.block_ids()
     check_kept(store, [block for block in mine + others if block.block_id in left])
     assert len(left) == 12 - step
-    assert what == "clear" or store.contains(names(others)) == 6
+    assert what == "clear" or store.contains(names_of(others)) == 6
     assert store.erase(None if what == "clear" else ACME).complete
     assert traces(scratch, mine, "acme") == []
     check_ledgers(store)

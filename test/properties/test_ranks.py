@@ -39,7 +39,6 @@ class Rank(DiskMachine):
     """One rank, with a disk and a remote store. Its rules are called by `Storm`, on all ranks
     alike."""
 
-    plan = LayerPlan(0, 1, 1)
     disk_forgets = 0.0
     """How often a block leaves the disk by itself, in a step."""
 
@@ -271,7 +270,6 @@ class HiddenRank(Rank):
 class RingRank(Rank):
     """KV goes straight, through a ring: its ends are points in the order, without an operation."""
 
-    plan = LayerPlan(0, 1, 1)
     ring = 8192
 
 

@@ -1,19 +1,170 @@
-"""Restorations against the states they restore: any mix of loaded and recomputed layers."""
+"""Restorations against the states they restore: any mix of loaded and recomputed layers.
+
+Copies happen as late as the fences allow (`LateCopyStream`): a missing wait shows as a wrong row.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hc.forms import LayerPlan
+from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.restore.path import Restoration
+from sglang_hc.tiers.tiers import Tiers
+from sglang_hc.tree.block_tree import Moved
+from sglang_hc.tree.identity import pack_tokens
 from support.copy_streams import LateCopyStream
 from support.examples import examples
-from support.restore_bench import LENGTH, PATHS, UNTOUCHED, Bench, check, token
-from support.tiers import PARTS
+from support.host import keep
+from support.tiers import HIDDEN_BYTES, PARTS, ToyPool, build, project
+
+PATHS = 2
+LENGTH = 150
+DEVICE_SLOTS = 400
+UNTOUCHED = 255
+GENERATOR = torch.Generator().manual_seed(0)
+HIDDEN = torch.randint(0, 256, (8, PATHS, LENGTH, HIDDEN_BYTES), generator=GENERATOR).byte()
+
+
+def token(path: int, position: int) -> int:
+    return path * 1000 + position
+
+
+def truth(layer: int, tokens: Sequence[int], shift: int = 0) -> list[torch.Tensor]:
+    """K/V of these tokens, per part, at positions that are further from the start by `shift`."""
+    paths, positions = np.divmod(np.asarray(tokens), 1000)
+    hidden = HIDDEN[layer, paths, positions]
+    return project(layer, hidden, torch.from_numpy(positions) + shift)
+
+
+class ToyRotation:
+    """Moves what `project` gives."""
+
+    def move(
+        self, layer: int, parts: Sequence[torch.Tensor], old: torch.Tensor, new: torch.Tensor
+    ) -> list[torch.Tensor]:
+        zeros = torch.zeros((len(old), HIDDEN_BYTES), dtype=torch.uint8)
+        ways = zip(parts, project(layer, zeros, new), project(layer, zeros, old), strict=True)
+        return [part + there - here for part, there, here in ways]
+
+
+class ToyRecomputer:
+    """Writes what the model would, and looks at the prefix wherever attention would."""
+
+    def __init__(self) -> None:
+        self.tiers: Tiers
+        self.pool: ToyPool
+        self.fail = False
+        self.ran = 0
+
+    def run(self, restoration: Restoration, between: Callable[[], None]) -> None:
+        if self.fail:
+            raise RuntimeError("the model's layers failed")
+        tokens = restoration.tokens()
+        path = tokens[0] // 1000
+        assert tokens.tolist() == [token(path, p) for p in range(*span(restoration))]
+        assert restoration.prefix_slots is not None
+        self.ran += len(tokens) * restoration.recompute
+        before = [token(path, p) for p in range(restoration.start)]
+        for layer in range(restoration.recompute):
+            if layer < restoration.recompute - 1:
+                self.tiers.restorer.gate.wait_until(layer)
+                check(self.pool, layer, before, restoration.prefix_slots)
+            rows = truth(layer, tokens.tolist())
+            for part, wanted in zip(self.pool.rows(layer), rows, strict=True):
+                part[restoration.device_slots] = wanted
+            between()
+
+
+def span(restoration: Restoration) -> tuple[int, int]:
+    return restoration.start, restoration.stop
+
+
+def check(pool: ToyPool, layer: int, tokens: Sequence[int], slots: torch.Tensor) -> None:
+    for part, wanted in zip(pool.rows(layer), truth(layer, tokens), strict=True):
+        assert torch.equal(part[slots], wanted), f"layer {layer}: a restored row is wrong"
+
+
+class Bench:
+    """Tiers whose host tier holds both paths; everything else of the device pool is `UNTOUCHED`."""
+
+    def __init__(self, plan: LayerPlan, shifts: Sequence[int] = (0, 0, 0)) -> None:
+        """shifts: of the blocks of each path; KV was stored that much further from the start."""
+        self.plan = plan
+        self.recomputer = ToyRecomputer()
+        self.tiers, self.pool, _ = build(
+            plan,
+            slots=8,
+            device_slots=DEVICE_SLOTS,
+            copy_stream=LateCopyStream(),
+            recomputer=self.recomputer,
+        )
+        restorer = self.tiers.restorer
+        restorer.path = replace(restorer.path, rotation=ToyRotation())
+        self.shifts = shifts
+        self.recomputer.tiers, self.recomputer.pool = self.tiers, self.pool
+        for part in itertools.chain(*self.pool.kv):
+            part.fill_(UNTOUCHED)
+        self.slots = torch.randperm(DEVICE_SLOTS, generator=torch.Generator().manual_seed(1))
+        self.slots = self.slots[: PATHS * LENGTH].view(PATHS, LENGTH)
+        self.nodes = [self._store(path) for path in range(PATHS)]
+        self.released = 0
+
+    def _store(self, path: int) -> tuple:
+        host, pool, plan = self.tiers.host, self.tiers.restorer.path.pool, self.plan
+        nodes = keep(host, pack_tokens([token(path, p) for p in range(LENGTH)]))
+        for node, first in zip(nodes, range(0, LENGTH, BLOCK_TOKENS), strict=True):
+            tokens = [token(path, p) for p in range(first, first + node.num_tokens)]
+            slot, rows = node.slot, node.num_tokens
+            for index, layer in enumerate(plan.hidden_layers):
+                pool.hidden[slot, index, :rows] = HIDDEN[layer, path, first : first + rows].numpy()
+            for index, layer in enumerate(plan.kv_layers):
+                shift = self.shifts[first // BLOCK_TOKENS]
+                for view, part in zip(pool.kv, truth(layer, tokens, shift), strict=True):
+                    view[slot, index, :rows] = part.numpy()
+            node.moved = Moved(node.block_id, self.shifts[first // BLOCK_TOKENS])
+        return tuple(nodes)
+
+    def valid(self, path: int, stop: int) -> None:
+        """The first tokens of a path are on the device already."""
+        tokens = [token(path, p) for p in range(stop)]
+        for layer in range(self.plan.num_layers):
+            for part, rows in zip(self.pool.rows(layer), truth(layer, tokens), strict=True):
+                part[self.slots[path, :stop]] = rows
+
+    def queue(self, path: int, start: int, stop: int, recompute: int) -> None:
+        restoration = Restoration(
+            self.nodes[path][: -(-stop // BLOCK_TOKENS)],
+            start,
+            stop,
+            self.slots[path, start:stop],
+            recompute,
+            self.slots[path, :start],
+        )
+        self.tiers.restorer.queue(restoration, self.release)
+
+    def release(self) -> None:
+        self.released += 1
+
+    def check(self, reach: Sequence[int]) -> None:
+        """Exactly the first `reach` tokens of each path are on the device, in every layer."""
+        for path, stop in enumerate(reach):
+            tokens = [token(path, p) for p in range(stop)]
+            for layer in range(self.plan.num_layers):
+                check(self.pool, layer, tokens, self.slots[path, :stop])
+                for part in self.pool.rows(layer):
+                    assert bool((part[self.slots[path, stop:]] == UNTOUCHED).all())
+        self.tiers.check_integrity()
+        for node in itertools.chain(*self.nodes):
+            assert node.pins == 0
+
 
 plans = st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 3)).filter(
     lambda counts: counts[1] + counts[2] > 0

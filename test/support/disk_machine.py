@@ -12,7 +12,6 @@ from functools import partial
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from sglang_hc.forms import LayerPlan
 from sglang_hc.queue.requests import QueuedPrompt
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
@@ -28,8 +27,6 @@ FAILURES = [Outcome.DAMAGED, Outcome.IO_ERROR, Outcome.TIMED_OUT, Outcome.NO_SPA
 
 class DiskMachine(TiersMachine):
     """Blocks are written through, the host tier forgets, waiting requests fetch them again."""
-
-    plan = LayerPlan(0, 1, 1)
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -59,6 +59,10 @@ def make_path(
     return blocks
 
 
+def names_of(blocks: Sequence[Block]) -> list[bytes]:
+    return [block.block_id for block in blocks]
+
+
 def data_of(block: Block | bytes, size: int = LAYOUT.slot_bytes) -> np.ndarray:
     """The bytes a block has in every test: they follow from its identity."""
     name = block if isinstance(block, bytes) else block.block_id
@@ -163,10 +167,10 @@ def path_of_block(store: DiskStore, block: Block | bytes) -> Path:
     return Path(next(one for one in store.directories if name in one.blocks).path(name))
 
 
-def flip(path: Path, at: int, mask: int = 1) -> None:
+def flip(path: Path, at: int) -> None:
     """Change a byte of a file."""
     content = bytearray(path.read_bytes())
-    content[at] ^= mask
+    content[at] ^= 1
     path.write_bytes(content)
 
 

@@ -19,10 +19,12 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
 
 GIB = 1 << 30
+GPU_GIB = 80
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -30,8 +32,8 @@ class Reached(Exception):
     """The command got as far as loading the model."""
 
 
-def pretend_gpu(gpu_gib: int = 80, memory_gib: int = 128) -> None:
-    """Pretend that this machine has one GPU like an H100, with so much memory on it and beside."""
+def pretend_gpu() -> None:
+    """Pretend that this machine has one GPU like an H100, with its memory, and 128 GiB beside."""
     import torch
     from sglang.srt import server_args
 
@@ -39,7 +41,7 @@ def pretend_gpu(gpu_gib: int = 80, memory_gib: int = 128) -> None:
     from benchmark.harness import machine
 
     found = SimpleNamespace(
-        name="NVIDIA H100", major=9, minor=0, total_memory=gpu_gib * GIB, multi_processor_count=132
+        name="NVIDIA H100", major=9, minor=0, total_memory=GPU_GIB * GIB, multi_processor_count=132
     )
     cuda: Any = torch.cuda
     cuda.is_available = lambda: True
@@ -47,11 +49,11 @@ def pretend_gpu(gpu_gib: int = 80, memory_gib: int = 128) -> None:
     cuda.get_device_capability = lambda device=None: (9, 0)
     cuda.get_device_properties = lambda device=None: found
     cuda.get_device_name = lambda device=None: found.name
-    cuda.mem_get_info = lambda device=None: (gpu_gib * GIB, gpu_gib * GIB)
+    cuda.mem_get_info = lambda device=None: (GPU_GIB * GIB, GPU_GIB * GIB)
     changed: Any = server_args
-    changed.get_device_memory_capacity = lambda device=None: gpu_gib * 1024
+    changed.get_device_memory_capacity = lambda device=None: GPU_GIB * 1024
     memory: Any = sglang_hc.memory
-    memory.meminfo = lambda field: memory_gib * GIB
+    memory.meminfo = lambda field: 128 * GIB
     memory.cgroups = list
     tool: Any = machine
     tool.has_gpu = lambda: True
@@ -119,16 +121,11 @@ def _unchanged() -> Iterator[None]:
         (argparse.ArgumentParser, "parse_known_args"), (subprocess, "run"), (sys, "argv"),
         (Scheduler, "__init__"), (suite.Suite, "run"),
     ]  # fmt: skip
-    environment = dict(os.environ)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            for place, name in places:
-                patch.setattr(place, name, getattr(place, name))
-            patch.chdir(ROOT)
-            yield
-    finally:
-        os.environ.clear()
-        os.environ.update(environment)
+    with mock.patch.dict(os.environ), pytest.MonkeyPatch.context() as patch:
+        for place, name in places:
+            patch.setattr(place, name, getattr(place, name))
+        patch.chdir(ROOT)
+        yield
 
 
 def _parsers() -> None:

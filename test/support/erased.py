@@ -9,10 +9,6 @@ from sglang_hc.store.disk import DiskStore
 from support.disk_store import is_served
 
 
-def names(blocks: list[Block]) -> list[bytes]:
-    return [block.block_id for block in blocks]
-
-
 def traces(folder: Path, blocks: list[Block], label: str) -> list[str]:
     """Where token ids of these blocks, or the label, lie in the files of a directory."""
     needles = [block.tokens[:32] for block in blocks] + [label.encode()]

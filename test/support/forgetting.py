@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,38 +11,28 @@ from support import waiting
 from support.core import Core
 
 
-def ask_to_forget(
+def forgotten(
     core: Core, tokens: Sequence[int] = (), client: str | None = "k4:acme"
-) -> Callable[[], dict[str, Any] | None]:
-    """Through the scheduler's control request. Returns what tells the answer, once there is one."""
+) -> dict[str, Any]:
+    """The answer to the scheduler's control request."""
     from sglang.srt.managers.io_struct import DumperControlReqInput
 
     from sglang_hc.srt.requests.forgetting import METHOD
 
-    body = {"client": client, "tokens": list(tokens)}
-    answers: list[Any] = []
+    channels, answers = core.scheduler.ipc_channels, list[dict[str, Any]]()
+
+    def note(output: Any, request: Any = None) -> None:
+        if hasattr(output, "response"):
+            answers.append(output.response[0])
+
     core.scheduler.ipc_channels = SimpleNamespace(
-        send_to_tokenizer=SimpleNamespace(
-            send_output=lambda output, request=None: answers.append(output)
-        )
+        send_to_tokenizer=SimpleNamespace(send_output=note)
     )
+    body = {"client": client, "tokens": list(tokens)}
     core.inbox.append(DumperControlReqInput(method=METHOD, body=body))
-
-    def answer() -> dict[str, Any] | None:
-        core.run(1)
-        found = [one.response[0] for one in answers if hasattr(one, "response")]
-        return found[0] if found else None
-
-    return answer
-
-
-def forgotten(core: Core, **what: Any) -> dict[str, Any]:
-    channels = core.scheduler.ipc_channels
-    answer = ask_to_forget(core, **what)
-    waiting.until(answer)
-    found = answer()
+    waiting.until(lambda: answers, lambda: core.run(1))
     core.scheduler.ipc_channels = channels
-    return found
+    return answers[0]
 
 
 def held_by_host(core: Core, tokens: Sequence[int], salt: str | None) -> int:

@@ -4,7 +4,7 @@ A GPU runs the work of one stream in turn and gives no other promise; what comes
 from the waits between streams, from what the host waited for, and from what it submitted when. A
 vector clock per stream and one for the host hold exactly that. So an access that is merely lucky on
 one machine is told from an access that is ordered, without a device and without luck
-(`shadow.py` compares the accesses, `ordered_core.py` runs SGLang's scheduler on these streams).
+(`watch.py` compares the accesses, `ordered_core.py` runs SGLang's scheduler on these streams).
 """
 
 from __future__ import annotations

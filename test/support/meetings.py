@@ -3,7 +3,6 @@ scheduler; what the tests of meetings share."""
 
 from __future__ import annotations
 
-import random
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,15 +13,14 @@ from sglang_hc.policy.correction import Resource
 from sglang_hc.store.outcome import Outcome
 from support import profiles
 from support.core import Core
-from support.prompts import on_disk
+from support.prompts import on_disk, prompt
 
 FLAGS = (
     "--max-total-tokens", "4000", "--dtype", "float32", "--hc-host-size-gb", "0.2",
     "--chunked-prefill-size", "512",
 )  # fmt: skip
-_RNG = random.Random(3)
-PROMPT = [_RNG.randrange(3, 900) for _ in range(700)]
-FOLLOW = [_RNG.randrange(3, 900) for _ in range(20)]
+SAID = prompt(3, 720)
+PROMPT, FOLLOW = SAID[:700], SAID[700:]
 BLOCKS = 11
 """Whole blocks of the prompt and its reply of 30 tokens, 29 of which are kept."""
 
@@ -126,18 +124,13 @@ def start(
     """A server whose disk alone holds the first turn."""
     core = server(form, profile, *on_disk(folder), *flags, kind=kind)
     first = core.ask(PROMPT, 30).tokens
-    forget(core)
+    core.forget()
     return core, first
 
 
 def second_turn(first: list[int]) -> list[int]:
     """The prompt of the second turn, given the reply to the first."""
     return [*PROMPT, *first, *FOLLOW]
-
-
-def forget(core: Core) -> None:
-    core.settle()
-    assert core.scheduler.flush_cache()
 
 
 def counted(core: Core, during: Callable[[], Any]) -> tuple[Any, dict[str, int]]:

@@ -6,18 +6,15 @@ and reach the other as SGLang sends them; the first rank also says when nothing 
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
-from multiprocessing.connection import wait
+from functools import partial
 from typing import Any, ClassVar
 
 from benchmark.harness.server import free_port
 from sglang_hc.ranks.agreement import REPORT_S
-from support.core import Core, Idle, import_engine
+from support.core import Core, Idle, run_in_children
 
 ENV = {
     "SGLANG_NCCL_SO_PATH": "/nonexistent",  # else SGLang asks for CUDA
@@ -164,40 +161,5 @@ def run_ranks(body: Callable[..., Any], *args: Any, ranks: int = 2) -> list[Any]
     """Call `body(rank, port, *args)` in as many forked processes; returns what they return. port:
     for `RankedCore`. Raises what the first of them raises that fails. Ranks that hang run into the
     limit of their test."""
-    import_engine()
     port = free_port()
-    context = multiprocessing.get_context("fork")
-    processes, pipes = [], []
-    for rank in range(ranks):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(theirs, body, rank, port, *args))
-        process.start()
-        theirs.close()
-        processes.append(process)
-        pipes.append(ours)
-    found: dict[int, Any] = {}
-    try:
-        while len(found) < len(pipes):
-            for pipe in wait([pipe for rank, pipe in enumerate(pipes) if rank not in found]):
-                rank = pipes.index(pipe)
-                try:
-                    good, value = pipe.recv()
-                except EOFError:
-                    good, value = False, f"the process of rank {rank} died"
-                if not good:
-                    raise AssertionError(f"rank {rank}: {value}")
-                found[rank] = value
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    return [found[rank] for rank in range(len(pipes))]
-
-
-def _child(pipe: Any, body: Callable[..., Any], rank: int, *args: Any) -> None:
-    try:
-        value = body(rank, *args)
-        pipe.send((True, value))
-    except BaseException:
-        pipe.send((False, traceback.format_exc()))
-    os._exit(0)  # a rank that waits for the other one in a destructor would never end
+    return run_in_children([partial(body, rank, port, *args) for rank in range(ranks)])

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote import Frames, RemoteBackend, RemoteStore
-from sglang_hc.tree.identity import block_id
+from support import disk_store
 from support.waiting import HANGS_S, until
 
 LAYOUT = BlockLayout(LayerPlan(0, 1, 1), StateShape(2, 32, (16, 16), "uint8"))
@@ -139,21 +140,8 @@ def blocks_over(
     return KnownBlocks(RemoteStore(backend, frames, pool, model, Counter(), clock), clock)
 
 
-def make_path(count: int, seed: int = 0) -> list[Block]:
-    """Blocks of one prefix."""
-    rng = np.random.default_rng(seed)
-    path, parent = [], bytes(16)
-    for position in range(count):
-        tokens = rng.integers(0, 255, 256, dtype=np.uint8).tobytes()
-        name = block_id(FINGERPRINT, parent, tokens)
-        path.append(Block(name, parent, "", position, tokens))
-        parent = name
-    return path
-
-
-def data_of(identity: bytes) -> np.ndarray:
-    """The bytes a block has in these tests."""
-    return np.random.default_rng(list(identity)).integers(0, 256, LAYOUT.slot_bytes, dtype=np.uint8)
+make_path = partial(disk_store.make_path, fingerprint=FINGERPRINT)
+data_of = partial(disk_store.data_of, size=LAYOUT.slot_bytes)
 
 
 def wait(io: BlockIo, count: int) -> list[BlockDone]:
@@ -163,11 +151,11 @@ def wait(io: BlockIo, count: int) -> list[BlockDone]:
     return done
 
 
-def save(io: BlockIo, pool: HostPool, blocks: Sequence[Block], deadline: float = FOREVER) -> list:
+def save(io: BlockIo, pool: HostPool, blocks: Sequence[Block]) -> list:
     """Write blocks from the first slots; their outcomes."""
     for slot, block in enumerate(blocks):
         pool.slot(slot)[:] = data_of(block.block_id)
-        io.write(slot, block, slot, deadline)
+        io.write(slot, block, slot, FOREVER)
     return [done.outcome for done in wait(io, len(blocks))]
 
 
@@ -189,10 +177,6 @@ def load(io: KnownBlocks, name: bytes) -> Outcome:
     done = wait(io, 1)[0]
     assert (done.ticket, done.tier) == (ticket, "remote")
     return done.outcome
-
-
-def names_of(path: Sequence[Block]) -> list[bytes]:
-    return [block.block_id for block in path]
 
 
 def read_in_one_call(io: BlockIo, store: FakeStore, path: Sequence[Block]) -> None:

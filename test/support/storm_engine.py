@@ -63,16 +63,14 @@ class Outcome:
 
 
 class StormCore(Core):
-    """A `Core` for requests whose ids are not their own, and for a story told between its passes:
-    leaving the event loop would leave behind what runs in it.
+    """A `Core` for a story told between its passes: leaving the event loop would leave behind what
+    runs in it.
 
     story: each of its steps is one pass.
     """
 
     def __init__(self, weather: Weather, *flags: str, **options: Any) -> None:
         self.weather = weather
-        self.reqs: dict[str, list[Any]] = defaultdict(list)
-        """SGLang's requests under each id, in the order in which they came."""
         self.story: Iterator[None] = iter(())
         super().__init__(*flags, **options)
 
@@ -96,15 +94,6 @@ class StormCore(Core):
                 return
         raise AssertionError(f"still busy after {PASSES} passes")
 
-    def _note(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def add(req: Any, *args: Any, **kwargs: Any) -> Any:
-            known = self.reqs[req.rid]
-            if not any(one is req for one in known):
-                known.append(req)
-            return original(req, *args, **kwargs)
-
-        return add
-
 
 @dataclass
 class _Sent:
@@ -123,7 +112,6 @@ class Player:
         self._folder = folder
         self._weather = weather
         self._model = engine.model
-        self._versions = dict(engine.adapters)
         flags = list(engine_flags(engine, weather.folder))
         if engine.adapters:
             for name, version in engine.adapters.items():
@@ -157,8 +145,7 @@ class Player:
     def _send(self, send: Send, prompt: Sequence[int]) -> None:
         core, rid = self.core, f"{send.client}."
         lora = None if send.adapter is None else self._ids[send.adapter]
-        core.submit(prompt, send.new, send.salt, top=2 if send.top else 0, lora=lora)
-        core.inbox[-1].rid = rid
+        core.submit(prompt, send.new, send.salt, top=2 if send.top else 0, lora=lora, rid=rid)
         core.inbox[-1].priority = send.priority
         self._sent.append(_Sent(rid, self._numbers[rid], Fate()))
         self._numbers[rid] += 1
@@ -249,7 +236,7 @@ class Player:
         return Outcome([sent.fate for sent in self._sent], counts, self.core.passes)
 
     def _req(self, sent: _Sent) -> Any | None:
-        reqs = self.core.reqs[sent.rid]
+        reqs = self.core.named(sent.rid)
         return reqs[sent.number] if sent.number < len(reqs) else None
 
     def _is_over(self, sent: _Sent) -> bool:

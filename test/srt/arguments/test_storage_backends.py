@@ -32,6 +32,7 @@ from sglang_hc.store.disk.format import StoredModel, seal_block
 from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote import Frames, RemoteBackend
+from support.disk_store import names_of
 from support.prompts import store_options as options_for
 from support.remote import (
     FINGERPRINT,
@@ -45,7 +46,6 @@ from support.remote import (
     load,
     make_path,
     make_pool,
-    names_of,
     save,
     wait,
 )

@@ -24,13 +24,14 @@ from support.disk_store import (
     check_ledgers,
     flip,
     make_path,
+    names_of,
     only_in,
     open_store,
     path_of_block,
     put,
     remove,
 )
-from support.erased import check_kept, names, traces
+from support.erased import check_kept, traces
 
 ACME, OTHER = Forgetting("acme"), "other tenant"
 
@@ -48,15 +49,15 @@ def test_a_namespace_is_gone_for_good_and_others_stay(scratch: Path) -> None:
     other.directories[0].find_others()
     other.directories[1].find_others()
     assert other.block_ids() == []
-    assert sorted(store.take_changes()) == sorted(names(mine)), "whoever mirrors it is told"
-    assert store.contains(names(mine)) == 0
+    assert sorted(store.take_changes()) == sorted(names_of(mine)), "whoever mirrors it is told"
+    assert store.contains(names_of(mine)) == 0
     assert not traces(folders[0], mine, "acme") and not traces(folders[1], mine, "acme")
     assert store.erase(ACME) == Erased(0, True), "there is nothing left"
     check_kept(store, others)
     check_ledgers(store)
     store.close()
     store = open_store(*folders)
-    assert sorted(store.block_ids()) == sorted(names(others))
+    assert sorted(store.block_ids()) == sorted(names_of(others))
 
 
 def test_everything_is_gone_for_good_but_other_models(scratch: Path) -> None:
@@ -84,7 +85,9 @@ def test_cuts_and_adapters_of_a_client_go_with_it(scratch: Path) -> None:
     for number, label in enumerate([*gone, *stay]):
         put(store, make_path(2, number, label))
     assert store.erase(Forgetting("k4:acme")) == Erased(2 * len(gone), True)
-    left = [name for n in range(len(stay)) for name in names(make_path(2, len(gone) + n, stay[n]))]
+    left = [
+        name for n in range(len(stay)) for name in names_of(make_path(2, len(gone) + n, stay[n]))
+    ]
     assert sorted(store.block_ids()) == sorted(left)
     assert store.erase(Forgetting(None)) == Erased(4, True), "of those without a name"
 
@@ -96,9 +99,9 @@ def test_a_label_that_was_cut_off_may_be_the_one(scratch: Path) -> None:
     for number, label in enumerate((long + "A", long + "B", long, "s" * 100)):
         put(store, make_path(2, number, label))
     assert store.erase(Forgetting(long + "A")).complete
-    assert store.contains(names(make_path(2, 0, long + "A"))) == 0
-    assert store.contains(names(make_path(2, 1, long + "B"))) == 0
-    assert store.contains(names(make_path(2, 3, "s" * 100))) == 2
+    assert store.contains(names_of(make_path(2, 0, long + "A"))) == 0
+    assert store.contains(names_of(make_path(2, 1, long + "B"))) == 0
+    assert store.contains(names_of(make_path(2, 3, "s" * 100))) == 2
 
 
 def test_a_prefix_goes_with_what_may_continue_it(scratch: Path) -> None:
@@ -111,11 +114,11 @@ def test_a_prefix_goes_with_what_may_continue_it(scratch: Path) -> None:
     cut = make_path(2, 3, cut_namespace("k4:acme", 64, 64, bytes(128 * TOKEN_BYTES)))
     for blocks in (path, behind, beside, unlike, foreign, cut):
         put(store, blocks)
-    remove(store, names(behind[1:2] + unlike[3:4]))  # gaps, behind the end of the prefix
+    remove(store, names_of(behind[1:2] + unlike[3:4]))  # gaps, behind the end of the prefix
     tokens = b"".join(block.tokens for block in path)
     what = Forgetting("k4:acme", tokens[: 3 * BLOCK_BYTES + 8])
     assert store.erase(what) == Erased(4 + 2 + 2 + 2, True)
-    left = names(beside + unlike[:3] + foreign)
+    left = names_of(beside + unlike[:3] + foreign)
     assert sorted(store.block_ids()) == sorted(left)
     assert not traces(folders[0], behind, cut[0].namespace)
     assert not traces(folders[1], behind, cut[0].namespace)
@@ -143,7 +146,7 @@ def test_what_cannot_be_told_from_the_tenants_goes_too(scratch: Path, damage: st
     assert store.erase(ACME) == Erased(5, True)
     assert not path.exists()
     check_kept(store, others[1:])
-    assert store.contains(names(others)) == 0
+    assert store.contains(names_of(others)) == 0
 
 
 # -- any order of operations ----------------------------------------------------------------------
@@ -172,10 +175,10 @@ def test_forgetting_is_final_in_any_order_of_operations(
             path = make_path(2, seed, LABELS[which])
             if action == "put":
                 put(store, path)
-                there |= dict.fromkeys(names(path), LABELS[which])
+                there |= dict.fromkeys(names_of(path), LABELS[which])
             elif action == "remove":
-                remove(store, names(path))
-                there = {name: label for name, label in there.items() if name not in names(path)}
+                remove(store, names_of(path))
+                there = {name: label for name, label in there.items() if name not in names_of(path)}
             elif action == "forget":
                 assert store.erase(Forgetting(LABELS[which] or None)).complete
                 there = {name: label for name, label in there.items() if label != LABELS[which]}

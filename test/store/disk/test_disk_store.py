@@ -23,6 +23,7 @@ from support.disk_store import (
     empty_slot,
     is_served,
     make_path,
+    names_of,
     open_store,
     path_of_block,
     put,
@@ -30,17 +31,16 @@ from support.disk_store import (
     read_bytes,
     remove,
 )
-from support.erased import names
 
 
 def test_contains_counts_the_leading_blocks(tmp_path: Path) -> None:
     store = open_store(tmp_path / "a", tmp_path / "b")
     blocks = make_path(5)
     put(store, blocks[:2] + blocks[3:])
-    assert store.contains(names(blocks)) == 2
-    assert store.contains(names(blocks)[3:]) == 2
+    assert store.contains(names_of(blocks)) == 2
+    assert store.contains(names_of(blocks)[3:]) == 2
     assert store.contains([]) == 0
-    assert read_bytes(store, names(blocks)[2])[0] is Outcome.MISSING
+    assert read_bytes(store, names_of(blocks)[2])[0] is Outcome.MISSING
 
 
 @pytest.mark.parametrize("directories", [1, 2])
@@ -51,7 +51,7 @@ def test_a_restart_finds_everything_by_identity(tmp_path: Path, directories: int
     put(store, blocks)
     store.close()
     again = open_store(*reversed(paths))
-    assert again.contains(names(blocks)) == 20
+    assert again.contains(names_of(blocks)) == 20
     assert all(is_served(again, block) for block in blocks)
     check_ledgers(again)
 
@@ -78,15 +78,15 @@ def test_what_leaves_is_noted_from_when_somebody_asks(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     blocks = make_path(3)
     put(store, blocks)
-    assert remove(store, [names(blocks)[0]]) == 1
-    assert sorted(store.take_changes()) == sorted(names(blocks)[1:]), "all that are here"
-    assert remove(store, [names(blocks)[1], b"x" * 16]) == 1
-    assert store.take_changes() == [names(blocks)[1]] and store.take_changes() == []
-    assert store.block_ids() == [names(blocks)[2]]
+    assert remove(store, [names_of(blocks)[0]]) == 1
+    assert sorted(store.take_changes()) == sorted(names_of(blocks)[1:]), "all that are here"
+    assert remove(store, [names_of(blocks)[1], b"x" * 16]) == 1
+    assert store.take_changes() == [names_of(blocks)[1]] and store.take_changes() == []
+    assert store.block_ids() == [names_of(blocks)[2]]
     check_ledgers(store)
     store.close()
     store = open_store(tmp_path)
-    assert store.contains(names(blocks)) == 0 and len(store) == 1
+    assert store.contains(names_of(blocks)) == 0 and len(store) == 1
 
 
 def test_files_are_private(tmp_path: Path) -> None:

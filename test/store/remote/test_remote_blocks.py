@@ -13,6 +13,7 @@ from sglang_hc.store.known_blocks import KnownBlocks, Presence, PresenceCache
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote.store import storage_key
 from support.clock import Clock
+from support.disk_store import names_of
 from support.remote import (
     FOREVER,
     LAYOUT,
@@ -26,7 +27,6 @@ from support.remote import (
     make_blocks,
     make_path,
     make_pool,
-    names_of,
     save,
     until,
 )

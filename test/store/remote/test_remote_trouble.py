@@ -17,6 +17,7 @@ from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote import store as store_module
 from sglang_hc.store.remote.store import storage_key
 from support.clock import Clock
+from support.disk_store import names_of
 from support.remote import (
     FOREVER,
     MODEL,
@@ -26,7 +27,6 @@ from support.remote import (
     load,
     make_blocks,
     make_path,
-    names_of,
     read_in_one_call,
     save,
     until,
