@@ -97,7 +97,7 @@ class PrerestoredBlocks:
         error the slots are free again, and the request has none of these blocks."""
         load, in_tree = self.of(request), request not in self._met
         self._drop(load, [n for n in load.restored if n in nodes])
-        rows = dict(zip(nodes, slots.split(BLOCK_TOKENS), strict=True))
+        rows = dict(zip(nodes, slots.reshape(-1, BLOCK_TOKENS).unbind(), strict=True))
         try:
             self._compute.will_read(slots)
             with self._compute.entered():

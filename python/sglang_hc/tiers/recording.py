@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from sglang_hc.config import ConfigError, HcConfig
+from sglang_hc.config import HcConfig
+from sglang_hc.errors import ConfigError
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tiers.trace import Recorder
 
