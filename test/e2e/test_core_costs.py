@@ -98,7 +98,7 @@ def test_a_link_that_is_faster_than_its_profile_is_used_within_twenty_requests(
     first, again, stats = run_in_child(twenty_histories, write(SLOW_LINK, tmp_path))
     assert min(first) < 800, "the profile refuses"
     assert again == [800] * 20
-    assert stats["restore_choice_try"] >= 2 and stats["restore_choice_refuse"] >= 1
+    assert stats["restore_decision_try"] >= 2 and stats["restore_decision_refuse"] >= 1
     assert stats["cost_corrections"] >= 1
     assert stats["cost_correction_kv_copy"] + 1e-4 >= 1 / BOUND
     assert stats["cost_correction_kv_copy"] < 0.5
@@ -150,4 +150,4 @@ def test_always_restores_what_no_profile_would(models: None, tmp_path: Path) -> 
         *found, stats = run_in_child(one_history, profile, disk, "--hc-restore", restore)
         assert tuple(found) == hits
         assert ("restore_reason_always" in stats) == (restore == "always")
-        assert ("restore_choice_refuse" in stats) == (restore == "cost")
+        assert ("restore_decision_refuse" in stats) == (restore == "cost")

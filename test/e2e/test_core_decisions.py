@@ -40,7 +40,7 @@ def choices(stats: dict) -> dict[str, int]:
     return {
         name.removeprefix("restore_"): count
         for name, count in stats.items()
-        if name.startswith(("restore_choice", "restore_reason"))
+        if name.startswith(("restore_decision", "restore_reason"))
     }
 
 
@@ -53,7 +53,7 @@ def test_refused_restorations_recompute(models: None, tmp_path: Path) -> None:
     kept, evicted, stats = run_in_child(both, "hidden:2,kv:2", write(SLOW_LINK, tmp_path))
     check(kept, evicted)
     assert evicted["host"] == [0, 0, 0]
-    assert choices(stats) == {"choice_refuse": 2, "reason_fast_compute": 2}
+    assert choices(stats) == {"decision_refuse": 2, "reason_fast_compute": 2}
     assert "restorations" not in stats
 
 
@@ -64,7 +64,7 @@ def test_stored_layers_are_recomputed_when_that_is_faster(
     kept, evicted, stats = run_in_child(both, form, write(EVEN, tmp_path))
     check(kept, evicted)
     assert min(evicted["host"][1:]) > 90
-    assert choices(stats)["choice_recompute_more"] == 2
+    assert choices(stats)["decision_recompute_more"] == 2
     assert 0 < stats["recomputed_layer_tokens"] < 4 * stats["restored_tokens"]
 
 
@@ -80,7 +80,7 @@ def test_a_part_of_a_hit_is_restored_and_the_rest_recomputed(models: None, tmp_p
     kept, evicted, stats = run_in_child(both, "hidden:2,kv:2", fast_link, a_block_of_each)
     check(kept, evicted)
     assert evicted["host"] == [0, 64, 64]
-    assert choices(stats) == {"choice_load": 2, "reason_as_stored": 2}
+    assert choices(stats) == {"decision_load": 2, "reason_as_stored": 2}
     assert stats["restored_tokens"] == 128
 
 

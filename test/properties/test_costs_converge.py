@@ -143,7 +143,7 @@ def test_a_right_profile_stays_right(cost, plan, asked, seed, recompute) -> None
             seconds = true_seconds(true, plan, found, history, new)
             assert seconds <= NOISE**2 * wanted.seconds * (1 + 1e-9)
         refusals += not wanted.tokens
-    assert machine.counters["restore_choice_try"] == tries
+    assert machine.counters["restore_decision_try"] == tries
     assert machine.costs.changes == 0
     if not plan.hidden:
         assert tries <= 6 + refusals / LAST_GAP
@@ -169,7 +169,7 @@ def test_a_wrong_profile_is_unlearned(cost, plan, errors, seed, recompute) -> No
         found = machine.serve(2048, 64)
         last = found if not is_try(found) else last
     assert last is not None
-    if machine.counters["restore_choice_try"] < 3 and (not last.tokens or last.skips_hidden):
+    if machine.counters["restore_decision_try"] < 3 and (not last.tokens or last.skips_hidden):
         seconds = best(machine.costs, plan, 2048, 64, recompute).seconds
         assert not affordable(machine.costs, plan, 2048, context=0, new=64, seconds=seconds)
         return
@@ -256,5 +256,5 @@ def test_tries_of_a_right_profile_cost_little() -> None:
         choice = machine.serve(2048, 64)
         spent += true_seconds(true, PLANS[0], choice)
         least += best(true, PLANS[0], 2048, 64, False).seconds
-    assert machine.counters["restore_choice_refuse"] > 900
+    assert machine.counters["restore_decision_refuse"] > 900
     assert spent <= least * (1 + TRY_SHARE * (1 / LAST_GAP + 8 / 1000))

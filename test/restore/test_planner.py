@@ -107,9 +107,9 @@ def test_a_busy_link_ends_in_recomputation_and_is_counted() -> None:
     assert set(choices[loads:]) == {Choice.REFUSE}, "load first, then refuse"
     assert 1 < loads < 40
     assert counters == {
-        "restore_choice_load": loads,
+        "restore_decision_load": loads,
         "restore_reason_as_stored": loads,
-        "restore_choice_refuse": 40 - loads,
+        "restore_decision_refuse": 40 - loads,
         "restore_reason_busy_link": 40 - loads,
     }
 
@@ -119,7 +119,7 @@ def test_an_unmeasured_machine_loads_everything_and_says_so() -> None:
     found = chooser.choose(640, 64, 1)
     assert (found.tokens, found.recompute_layers) == (640, PLAN.recompute)
     chooser.take(found)
-    assert counters == {"restore_choice_load": 1, "restore_reason_not_measured": 1}
+    assert counters == {"restore_decision_load": 1, "restore_reason_not_measured": 1}
     assert chooser.backlog == 0.0
     assert chooser.saved_seconds(0, 64, 0, 1) == float("inf") and chooser.block_seconds(DISK) == 0.0
     assert chooser.token_seconds(DISK) == 8 * chooser.token_seconds(HOST)
@@ -208,7 +208,7 @@ def test_a_refusal_is_tried_now_and_then_and_counted_apart() -> None:
         else:
             chooser.refuse(found.reason)
     assert [n for n, choice in enumerate(choices) if choice is Choice.TRY] == [0, 2, 5]
-    assert counters["restore_choice_try"] == 3 and counters["restore_choice_refuse"] == 6
+    assert counters["restore_decision_try"] == 3 and counters["restore_decision_refuse"] == 6
     assert counters["restore_reason_fast_compute"] == 9
 
 
@@ -242,7 +242,7 @@ def test_always_restores_and_fetches_whatever_it_costs() -> None:
     found = chooser.choose(640, 64, 1)
     assert (found.tokens, found.recompute_layers, found.copy_seconds) == (640, PLAN.recompute, 0.0)
     chooser.take(found)
-    assert counters == {"restore_choice_load": 1, "restore_reason_always": 1}
+    assert counters == {"restore_decision_load": 1, "restore_reason_always": 1}
     assert chooser.saved_seconds(0, 64, 0, 1) == float("inf") and chooser.block_seconds(DISK) == 0.0
     assert chooser.tries is None and chooser.try_seconds(0, 99) == 0.0
     assert chooser.token_seconds(HOST) > 0, "ready-first still compares by what things cost"

@@ -36,7 +36,7 @@ class RestorePlanner:
     always: restore everything, whatever it costs.
     plan: of the whole model; ranks that have some of its layers each decide alike.
     can_recompute: whether layers that are stored can be recomputed instead.
-    counters: gets `restore_choice_*` and `restore_reason_*`.
+    counters: gets `restore_decision_*` and `restore_reason_*`.
     """
 
     def __init__(
@@ -234,5 +234,5 @@ class RestorePlanner:
         return self.costs.copy_stored(tier, self.plan, LONG_HISTORY) / LONG_HISTORY
 
     def _count(self, choice: Choice, reason: Reason) -> None:
-        self._counters[f"restore_choice_{choice.value}"] += 1
+        self._counters[f"restore_decision_{choice.value}"] += 1
         self._counters[f"restore_reason_{reason.value}"] += 1

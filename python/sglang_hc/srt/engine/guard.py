@@ -171,9 +171,15 @@ def _around(name: str, hook: Callable[..., Any], drop: Callable[..., object]) ->
 
 
 def _beside(name: str, hook: Callable[..., Any], drop: Callable[..., object]) -> Callable[..., Any]:
-    """Before or after a function of SGLang's, which is not asked."""
-    around = _around(name, lambda _, *args, **kwargs: hook(*args, **kwargs), drop)
-    return lambda *args, **kwargs: around(nothing, *args, **kwargs)
+    """Before or after a function of SGLang's."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        def own(asked: _Asked, *args: Any, **kwargs: Any) -> Any:
+            return hook(*args, **kwargs)
+
+        return _served(name, drop, tree_of(*args), own, _Asked(nothing), args, kwargs)
+
+    return call
 
 
 def _served(

@@ -101,6 +101,8 @@ def after_load_model(result: Any, self: Any) -> None:
     held = families.held_layers(self.model, self.model_config.num_hidden_layers)
     stages = group.each(len(held))[:: parallel.tp_size(self)]
     plan = group.first(lambda: _plan(self, config, cost, reason, stages))
+    if cost is not None and config.forms == "auto":
+        cost.plan = plan  # on every rank, for the next start
     own = plan.over(stages)[parallel.pp_rank(self)]
     if layers is not None and not plan.hidden:
         use_plain_products(layers)
@@ -221,7 +223,6 @@ def _auto(
         and parallel.pp_size(runner) == 1
         and recompute_excluded(arguments.of(runner), type(runner.model).__name__) is None,
     )
-    cost.plan = found.plan
     return found if reason is None else found._replace(explanation=f"{found.explanation}; {reason}")
 
 

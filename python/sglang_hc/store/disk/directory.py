@@ -216,12 +216,16 @@ class Directory:
 
     def find(self, block_id: bytes) -> bool:
         """Ask the disk for a block that is not known to be here. Raises OSError."""
+        path = self.path(block_id)
         try:
-            used = self.backend.last_use(self.path(block_id))
+            used = self.backend.last_use(path)
         except FileNotFoundError:
             return False
         with self._changing:
             self.blocks.setdefault(block_id, used)
+        if not os.path.exists(path):  # whoever removed it meanwhile may have come before that
+            self.forget(block_id)
+            return False
         self._note(block_id)
         return True
 
