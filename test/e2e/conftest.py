@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def once(models: None) -> Once:
     """As `run_in_child`, for what is the same each time: the same call is made once, in whichever
-    file, and its result is not to be changed."""
-    return functools.cache(run_in_child)
+    file, and each gets a copy of its result."""
+    cached = functools.cache(run_in_child)
+    return lambda *args: copy.deepcopy(cached(*args))
 
 
 @pytest.fixture(scope="session")

@@ -139,7 +139,7 @@ def test_a_directory_that_servers_share_forgets_durably(models: None, tmp_path: 
     assert good["status"] == 200 and good["complete"]
     assert good["remote"] == {"blocks": 3, "complete": True}
     assert bad["status"] == 503 and bad["remote"] == {"blocks": 0, "complete": False}
-    assert "--hc-remote file could not erase" in bad["error"]["message"]
+    assert "the remote store could not erase" in bad["error"]["message"]
     assert "clear" not in bad["error"]["message"]
     assert run_in_child(found_below, *in_directory(tmp_path)) == (0, 192)
 

@@ -181,6 +181,51 @@ def test_a_disk_that_is_given_up_at_any_point_of_a_meeting(wanted: Replies, tmp_
     assert sum(one.asked > one.answers for one in found) >= BLOCKS - 2
 
 
+def disturbed(folder: str, profile: str, wanted: list[int]) -> list[tuple[str, bool]]:
+    """What may happen to a request between two chunks, at each of its first passes."""
+    core, first = start("hidden:2,kv:2", folder, profile)
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    history = second_turn(first)
+    seen = []
+    for event in ("abort", "pause", "same prompt", "weights"):
+        for when in range(2, 6):
+            rid = core.submit(history, 24)
+            names = [] if event == "abort" else [rid]
+
+            def happen(number: int, event: str = event, when: int = when, rid: str = rid,
+                       names: list[str] = names) -> None:  # fmt: skip
+                if event == "pause" and number == when + 1:
+                    core.inbox.append(ContinueGenerationReqInput())
+                if number != when:
+                    return
+                seen.append((event, core.tree.tiers.queue.meetings.under_way))
+                if event == "abort":
+                    core.abort(rid)
+                elif event == "pause":
+                    core.inbox.append(PauseGenerationReqInput(mode="retract"))
+                elif event == "weights":
+                    core.tree.tiers.clear()
+                else:
+                    names.append(core.submit(history, 24))
+
+            counted(core, lambda happen=happen: core.run(each_pass=happen))
+            for name in names:
+                assert core.reply(name).tokens == wanted, (event, when)
+            core.forget()
+            assert core.ask(history, 24).tokens == wanted, "and it is served as before"
+            core.forget()
+    return seen
+
+
+def test_requests_that_leave_or_share_their_history_in_the_middle_of_it(
+    wanted: Replies, profile: str, tmp_path: Path
+) -> None:
+    seen = run_in_child(disturbed, str(tmp_path / "d"), profile, wanted[1])
+    for event in ("abort", "pause", "same prompt", "weights"):
+        assert (event, True) in seen, f"{event} met a meeting"
+
+
 class Gaps:
     """What is computed between two tokens of a request that decodes, the pass of the second one
     included: (passes, tokens of prompts)."""

@@ -39,6 +39,8 @@ def emptied(form: str) -> dict[str, Any]:
     found["flushed"] = core.tree.stats() | {"evictable": core.tree.evictable_size()}
     found["after the flush"] = core.ask(prompt(2, 200), 8)
     core.push_out()
+    core.settle()
+    found["held again"] = core.tree.stats()["host_blocks"]
     request = UpdateWeightFromDiskReqInput(
         model_path=str(MODELS / "llama-mha"), load_format="auto", flush_cache=False
     )
@@ -58,6 +60,7 @@ def test_no_salt_no_flush_and_no_weights_let_state_through(models: None, form: s
     assert found["held"] >= 12
     assert flushed["host_blocks"] == 0 and flushed["host_free_slots"] == flushed["host_slots"]
     assert flushed["evictable"] == 0 and found["after the flush"].cached == 0
+    assert found["held again"] >= 3
     assert found["blocks of old weights"] == 0 and found["with new weights"].host == 0
     replies = (
         *found["fresh"], *found["again"], found["after the flush"], found["with new weights"],
@@ -162,3 +165,26 @@ def test_what_nobody_used_for_its_time_to_live_is_gone(models: None) -> None:
     assert soon.host > 190
     assert late.cached == 0
     assert stats["expired_blocks"] >= 4
+
+
+def tight(form: str, gib: str) -> tuple[list[list[int]], dict[str, int]]:
+    """Replies of five conversations of three turns that take turns, and what was counted."""
+    core = Core("--hc-forms", form, *SMALL, "--hc-host-size-gb", gib)
+    tokens, histories = [], [prompt(20 + number, 130) for number in range(5)]
+    for _ in range(3):
+        for history in histories:
+            reply = core.ask(history, 10)
+            tokens.append(reply.tokens)
+            history += [*reply.tokens, *prompt(len(history), 15)]
+        core.settle()
+    return tokens, core.tree.stats()
+
+
+@pytest.mark.parametrize("form", ["hidden", "hidden:2,kv:2"])
+def test_a_tier_of_few_blocks_evicts_and_changes_no_token(models: None, form: str) -> None:
+    roomy, large = run_in_child(tight, form, "0.2")
+    size = 7.5 * large["host_bytes"] / large["host_slots"] / 2**30
+    tokens, stats = run_in_child(tight, form, str(size))
+    assert tokens == roomy and stats["host_slots"] == 7
+    assert stats["evicted_blocks"] > 7 and large["evicted_blocks"] == 0
+    assert stats["host_staged_slots"] == 0

@@ -27,6 +27,8 @@ from support.speculative_talks import (
     check_same,
     converse,
     draft_model,
+    first_turn,
+    later_turns,
 )
 
 pytestmark = pytest.mark.long
@@ -100,6 +102,15 @@ def test_rejected_rows_would_be_noticed(plain: Told) -> None:
     found = run_in_child(rows_as_they_lie, plain.history)
     assert found.tokens[0] == plain.tokens[0]
     assert found.tokens[1:] != plain.tokens[1:]
+
+
+def test_a_new_process_goes_on_from_disk(plain: Told, kept: Told, tmp_path: Path) -> None:
+    server = (NGRAM, "hidden:4", str(tmp_path / "d"), plain.history)
+    begun = run_in_child(first_turn, *server)
+    told, _ = run_in_child(later_turns, begun.history, *server)
+    assert begun.tokens + told.tokens == plain.tokens
+    assert begun.verified + told.verified == kept.verified
+    assert told.cached[0] == (0, 0, (len(begun.history) - 1) // 64 * 64)
 
 
 PROMPTS = [prompt(i, 60 + 7 * i) for i in range(5)]

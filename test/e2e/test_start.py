@@ -49,7 +49,7 @@ def refusal(argv: tuple[str, ...]) -> tuple[object, str]:
             ("--hc-forms", "adapters", "use hidden and kv counts"),
         ),
         (("--hc-host-size-gb", "-1"), ("--hc-host-size-gb", "above 0")),
-        (("--hc-host-size-gb", "many"), ("--hc-host-size-gb", "number")),
+        (("--hc-host-size-gb", "many"), ("--hc-host-size-gb", "float")),
         (("--hc-host-size-gb", "1e6"), ("--hc-host-size-gb", "memory")),
         (("--tp-size", "2", "--nnodes", "2"), ("--nnodes", "--tp-size", "--hc-disable")),
         (

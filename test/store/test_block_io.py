@@ -160,6 +160,7 @@ def test_writes_go_past_a_directory_whose_queue_is_full(
         io.write(ticket, block, ticket % SLOTS, in_time())
         until(partial(lambda begun: len(well) + held >= begun, ticket + 1))
     assert not bad
+    store.maintenance[store.directories[0]].tick()
     go_on.set()
     assert {answer.outcome for answer in wait(io, 40)} == {Outcome.OK}
     io.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,17 +29,17 @@ def faults() -> Faults:
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_open() -> Iterator[None]:
-    """Directories that a test leaves open are closed at its end."""
-    left: set[Directory] = set()
+def nothing_stays_open(scratch: Path) -> Iterator[None]:
+    """What a test leaves open is closed at its end, while its files are still there."""
+    left: dict[Directory, DiskStore] = {}
     make, close = DiskStore.__init__, Directory.close
 
     def note(store: DiskStore, *args: Any) -> None:
         make(store, *args)
-        left.update(store.directories)
+        left.update(dict.fromkeys(store.directories, store))
 
     def close_noted(directory: Directory) -> None:
-        left.discard(directory)
+        left.pop(directory, None)
         close(directory)
 
     with (
@@ -46,5 +47,6 @@ def nothing_stays_open() -> Iterator[None]:
         mock.patch.object(Directory, "close", close_noted),
     ):
         yield
-    for directory in left:
-        directory.close()
+    with ExitStack() as closing:
+        for directory, store in left.items():
+            closing.callback(store.close_directory, directory)

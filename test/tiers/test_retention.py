@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -83,6 +85,21 @@ def test_what_is_pinned_stays_and_the_server_goes_on(policy: str, history: Any) 
             assert world.blocks(pinned) >= count, "a pinned block has left"
         world.host.check_integrity()
         world.retention.pins.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("tenants", "blocks", "share"), [(1, 4, 0.25), (5, 4, 0.25), (5, 1, 6 / 16)]
+)
+def test_pins_never_fill_the_tier(tenants: int, blocks: int, share: float) -> None:
+    world = World("lru")
+    for conversation in range(10):
+        tenant = f"tenant {conversation % tenants}"
+        world.keep(conversation, blocks, tenant)
+        with contextlib.suppress(PinLimitError):
+            tokens = world.tokens(conversation, blocks)
+            world.retention.pin(Prefix(tenant, tokens), str(conversation), 10)
+    assert world.retention.pins.total_blocks == share * SLOTS
+    world.keep(99, 4)
 
 
 def test_nothing_of_the_tokens_is_there() -> None:

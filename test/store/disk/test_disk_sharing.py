@@ -127,6 +127,23 @@ def test_the_other_evicts_while_a_block_is_read(
 # -- what comes in between ------------------------------------------------------------------------
 
 
+def test_what_is_erased_while_the_disk_is_asked_is_not_found(
+    one: DiskStore, other: DiskStore, faults: Faults
+) -> None:
+    put(other, BLOCKS)
+
+    class Late(FaultyBackend):
+        def last_use(self, path: str) -> int:
+            used = super().last_use(path)
+            assert one.erase(None).complete
+            return used
+
+    one.directories[0].backend = Late(faults)
+    assert not one.find(NAMES[0])
+    one.directories[0].backend = FaultyBackend(faults)
+    assert one.contains(NAMES) == 0 and len(one) == 0
+
+
 def test_a_use_that_is_noted_does_not_bring_a_removed_block_back(
     one: DiskStore, faults: Faults
 ) -> None:

@@ -83,7 +83,7 @@ def test_the_planners_page_shows_what_the_command_prints(model, capsys):
     assert max(map(len, out)) <= 100
     printed = iter(out)
     shown = [line[4:] for line in rest.partition("\nA `config.json`")[0].splitlines() if line]
-    assert len(shown) >= 10
+    assert len(shown) >= 5
     assert all(line in printed for line in shown), "in this order"
 
 
