@@ -6,6 +6,7 @@ The threads hang in the calls of the system until a test lets them go.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -178,18 +179,25 @@ def test_a_write_that_hangs_holds_up_no_flush_and_keeps_its_bytes(
     assert world.served("ab") == 2
 
 
+@pytest.mark.parametrize("given_up", [False, True])
 @pytest.mark.parametrize("call", WRITING)
 def test_what_hangs_while_the_disk_is_cleared_is_not_published_later(
-    world: World, hanging: Hanging, call: str
+    world: World, hanging: Hanging, call: str, given_up: bool
 ) -> None:
+    """given_up: a flush has ended meanwhile, and nobody waits for the answers of the writes."""
     world.saved("z")
     hanging.hang(call)
     world.write_through("ab")
     assert hanging.inside.wait(HANGS_S)
-    world.write_through("cdefgh")  # these wait behind it
+    if given_up:
+        world.tier.drain()
+    else:
+        world.write_through("cdefgh")  # these wait behind it
     ended: list[BlockDone] = []
     world.tier.erase(None, (), ended.extend)
-    world.tier.poll()
+    for _ in range(20):
+        time.sleep(0.01)  # what does not wait is through by now
+        world.tier.poll()
     assert not ended, "it waits for the writes"
     hanging.let_go()
     until(lambda: ended, world.tier.poll)

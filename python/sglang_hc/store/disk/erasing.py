@@ -17,7 +17,7 @@ from typing import NamedTuple
 from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.folders import ModelFolder, model_folders
 from sglang_hc.store.disk.format import LABEL_MAX, BlockHeader, Damaged, read_header
-from sglang_hc.store.disk.sharing import NEW
+from sglang_hc.store.disk.sharing import NEW, LockTimeout
 from sglang_hc.tree.forgetting import Forgetting, Stored
 
 logger = logging.getLogger(__name__)
@@ -108,15 +108,22 @@ def _look_at(directory: Directory, folder: ModelFolder, block_id: bytes) -> _Fou
 def _erase(directory: Directory, some: Sequence[_Found]) -> Erased:
     """Erase these blocks of one directory. Several parts of a block are one block."""
     gone: set[bytes] = set()
-    try:
-        for folder, block_id, _ in some:
+    failure: OSError | None = None
+    for folder, block_id, _ in some:
+        try:
             if directory.unlink(folder, block_id):
                 gone.add(block_id)
+        except OSError as error:  # noqa: PERF203  one that stays is no reason for others to stay
+            failure = error
+            if isinstance(error, LockTimeout):
+                break  # the next one would wait as long
+    try:
         _sync(directory)
     except OSError as error:
-        _missed(directory, error)
-        return Erased(len(gone), False)
-    return Erased(len(gone), True)
+        failure = error
+    if failure is not None:
+        _missed(directory, failure)
+    return Erased(len(gone), failure is None)
 
 
 def _sync(directory: Directory) -> None:

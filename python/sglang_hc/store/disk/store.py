@@ -42,6 +42,11 @@ logger = logging.getLogger(__name__)
 _DEFAULTS = Upkeep()
 
 
+WRITES_S = 60.0
+"""Waited for writes under way before something is erased. Nobody waits for their answers any more
+then: their tier has given them up."""
+
+
 class DiskStore:
     """See the module. Made by `open`; `close` it, so that others know that it is gone."""
 
@@ -213,9 +218,11 @@ class DiskStore:
     def erase(self, what: Forgetting | None) -> Erased:
         """Erase the blocks of some namespaces, of every model; None: all blocks of this model. None
         of these may be waiting to be written. Gone for good when this returns, and says so,
-        whatever happens to process or power."""
+        whatever happens to process or power. A write that does not end in WRITES_S may bring its
+        block back, so it is not said then."""
+        over = self._writer.wait(WRITES_S)
         blocks, complete = erasing.erase(self.directories, what)
-        return Erased(blocks, complete and not self._left_out)
+        return Erased(blocks, complete and over and not self._left_out)
 
     def tick(self) -> None:
         """One round of upkeep in every directory."""

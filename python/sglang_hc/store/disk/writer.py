@@ -52,8 +52,8 @@ class BlockWriter:
 
     def __init__(self, evictors: Mapping[Directory, Evictor]) -> None:
         self._evictors = evictors
-        self._lock = threading.Lock()
-        """Held over memory alone, never over a disk."""
+        self._lock = threading.Condition()
+        """Held over memory alone, never over a disk; told of each write that is over."""
         self._under_way: set[bytes] = set()
         self._numbers = itertools.count()
         self._pages = ThreadMemory()
@@ -69,12 +69,19 @@ class BlockWriter:
             outcome = Outcome.IO_ERROR
             for directory in filter(Directory.usable, order):
                 outcome = self._write_to(directory, block, data)
-                if outcome in GOOD:
+                if outcome in (*GOOD, Outcome.DROPPED):  # another one may be as busy
                     break
             return outcome
         finally:
             with self._lock:
                 self._under_way.remove(block.block_id)
+                self._lock.notify_all()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the writes that are under way now, at most so long. Whether all are over."""
+        with self._lock:
+            left = self._under_way.copy()
+            return self._lock.wait_for(lambda: not left & self._under_way, seconds)
 
     def _write_to(self, directory: Directory, block: Block, data: memoryview) -> Outcome:
         used = directory.use_time(block.position)
