@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
-from support.file_ranges import Range
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.store.remote.store import storage_key
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.core import Core, Reply, run_in_child
 from support.disk_store import EIO, Faults, Hook, open_with, store_of
+from support.file_ranges import Range
 from support.meetings import (
     BLOCKS,
     FAST,
