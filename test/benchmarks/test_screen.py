@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads(
-        (ROOT / "benchmark/results/cpu-multi-turn.json").read_text()
+        (ROOT / "benchmark/results/cpu-multi-turn-gqa.json").read_text()
     )
     return loaded
 
