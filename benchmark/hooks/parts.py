@@ -111,9 +111,19 @@ def fill(tiers: Tiers, namespace: str | None, tokens: bytes) -> None:
         node.ready = True
 
 
+class FullDevice:
+    """An allocator of device slots that has none left."""
+
+    device = CPU
+
+    def available_size(self) -> int:
+        return 0
+
+
 def cache_params() -> CacheInitParams:
+    slots: Any = FullDevice()
     return CacheInitParams(
-        disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=None, page_size=1
+        disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=slots, page_size=1
     )
 
 

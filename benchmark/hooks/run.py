@@ -41,6 +41,7 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import LruPolicy
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.requests import Serial
+from sglang_hc.srt.engine import guard
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.tree.block_tree import BlockTree
@@ -247,6 +248,8 @@ def main(words: Sequence[str] | None = None) -> None:
         "evict": {"leaves": LEAVES, "tokens": TURN, "cases": measure_evict(args.rounds)},
         "memory": measure_memory(args.blocks),
     }
+    if guard.counters["guarded_errors"]:  # what was timed is what an error costs
+        parser.exit(1, "hooks: a hook of ours failed; the log above says which\n")
     if args.old is not None:
         result["old_commit"] = json.loads(args.old.read_text())
     text = json.dumps(result, indent=1) + "\n"
