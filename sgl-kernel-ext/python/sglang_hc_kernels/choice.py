@@ -3,7 +3,7 @@ included. Each way must first agree with the server's own.
 
 `epilogue` does bias, K norm, RoPE and the scatter in one kernel behind the library's GEMM, `fused`
 the GEMM as well, where the layers are plain enough. `kernel` gathers the rows of all layers with
-one launch for each part of a row. Only this module imports sglang_hc, and SGLang.
+one launch for each part of a row. Only this module imports sglang_hc.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from sglang.srt.layers.layernorm import RMSNorm
 from sglang_hc.capture.direct import DeviceRing, tensors_of
 from sglang_hc.device import autotune
 from sglang_hc.device.autotune import Seconds, bytes_differ, seconds_on
@@ -126,12 +125,10 @@ def choose_projection(
 
 def _plain(adapter: LayerAdapter, context: int) -> bool:
     """Weights that can be sliced, the norm and the rotation that the kernels know."""
-    rotary, norm = adapter.rotary, adapter.k_norm
-    if adapter.models_product:
+    rotary = adapter.rotary
+    if adapter.models_product or adapter.has_other_norm:
         return False
     if not adapter.sliceable or adapter.head_dim % 2 or adapter.v_head_dim % 2:
-        return False
-    if norm is not None and type(norm) is not RMSNorm:
         return False
     if rotary is None:
         return True

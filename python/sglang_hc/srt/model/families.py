@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 from sglang_hc.device.exactness import Product
@@ -63,6 +64,11 @@ class LayerAdapter:
         self.models_product = False
         """Whether restorations may run no other product than the model's: kernels of our own add up
         in another order."""
+
+    @property
+    def has_other_norm(self) -> bool:
+        """Whether K has a norm that is not SGLang's RMSNorm."""
+        return self.k_norm is not None and type(self.k_norm) is not RMSNorm
 
     def kv_weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows of the fused projection that give K and V, and their bias. For sliceable weights.
