@@ -17,6 +17,7 @@ from support.disk_store import (
     FILE,
     Faults,
     FaultyBackend,
+    block_files,
     check_ledgers,
     failing,
     make_path,
@@ -58,6 +59,23 @@ def test_a_disk_that_fails_is_said_and_asked_again(
     assert traces(scratch, mine, "acme") == []
     assert put(store, mine) == [Outcome.OK] * 4
     check_ledgers(store)
+
+
+@pytest.mark.parametrize("what", [None, ACME])
+def test_a_file_that_stays_keeps_no_other(
+    scratch: Path, faults: Faults, what: Forgetting | None
+) -> None:
+    store = open_store(scratch, backend=FaultyBackend(faults))
+    mine = make_path(6, 1, "acme")
+    put(store, mine)
+    for block in mine:  # whichever is the first one that is removed
+        faults.on_unlink = only_in(block.block_id.hex(), failing(errno.EPERM))
+        erased = store.erase(what)
+        left = [path.name for path in block_files(scratch)]
+        assert not erased.complete and left == [block.block_id.hex()]
+        faults.on_unlink = nothing
+        store.erase(what)
+        put(store, mine)
 
 
 @pytest.mark.parametrize("what", [None, ACME])

@@ -17,6 +17,7 @@ import pytest
 from sglang_hc.store import executor as executor_module
 from sglang_hc.store import lower_tier
 from sglang_hc.store.block_io import BlockDone
+from sglang_hc.store.disk import store as store_module
 from sglang_hc.store.disk.threads import READ_THREADS, DiskThreads, Patience
 from sglang_hc.store.executor import CopySlot, ThreadExecutor
 from sglang_hc.store.host_pool import HostPool
@@ -210,6 +211,28 @@ def test_what_hangs_while_the_disk_is_cleared_is_not_published_later(
     assert store.block_ids() == []
     check_ledgers(store)
     store.close()
+
+
+def test_a_clear_does_not_say_that_all_is_gone_while_a_write_hangs(
+    world: World, hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was given up may be published yet, so the caller is to ask again."""
+    monkeypatch.setattr(store_module, "WRITES_S", 0.05)
+    world.saved("z")
+    hanging.hang("on_write")
+    world.write_through("ab")
+    assert hanging.inside.wait(HANGS_S)
+    world.tier.drain()
+    ended: list[BlockDone] = []
+    world.tier.erase(None, (), ended.extend)
+    until(lambda: ended, world.tier.poll)
+    assert [done.outcome for done in ended] == [Outcome.IO_ERROR]
+    hanging.let_go()
+    until(lambda: world.host.withheld_slots == 0, world.tier.poll)
+    monkeypatch.undo()
+    world.tier.erase(None, (), ended.extend)
+    until(lambda: len(ended) == 2, world.tier.poll)
+    assert ended[1].outcome is Outcome.OK and world.io.levels()["disk_blocks"] == 0
 
 
 def test_new_weights_and_a_stop_wait_for_no_disk(world: World, hanging: Hanging) -> None:

@@ -317,6 +317,20 @@ def test_a_server_that_is_stopped_with_the_lock_holds_up_nobody_for_ever(
     threads.close()
 
 
+def test_a_write_waits_for_one_lock_and_not_for_one_of_each_directory(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "LOCK_S", 0.1)
+    store = open_store(scratch / "a", scratch / "b")
+    others = [Ledger(directory.root) for directory in store.directories]
+    with others[0].held(), others[1].held():
+        assert put(store, BLOCKS[:1]) == [Outcome.DROPPED]
+    assert store.counters()["lock_timeouts"] == 1
+    assert put(store, BLOCKS[:1]) == [Outcome.OK]
+    for ledger in others:
+        ledger.close()
+
+
 def test_writes_that_wait_for_the_lock_do_not_look_like_a_disk_that_hangs(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
