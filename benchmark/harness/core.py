@@ -72,11 +72,12 @@ class Core:
             "SGLANG_HC_ENABLE": "1",
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+            "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
         }
         os.environ.update(defaults | env)
         import_engine()
         from sglang.srt.managers.scheduler import Scheduler
-        from sglang.srt.runtime_context import publish
+        from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
         from sglang.srt.server_args import PortArgs, prepare_server_args
 
         argv = ["--model-path", str(MODELS / model), "--skip-server-warmup"]
@@ -84,11 +85,13 @@ class Core:
         if profile is not None:
             argv += ["--hc-profile", profile]
         self.args = prepare_server_args(argv)
-        self.args.check_lora_server_args()  # as SGLang's launcher does
-        publish(self.args, role="scheduler")
-        ports, tp, pp = PortArgs.init_new(self.args), self.tp_rank, self.pp_rank
+        self.args.resolve_once()  # and the check: as SGLang's launcher does
+        self.args.check_server_args()
+        tp, pp = self.tp_rank, self.pp_rank
+        world = spawn_world_rank(self.args, tp_rank=tp, pp_rank=pp)
+        publish(self.args, role="scheduler", ranks=SpawnRanks(world, gpu_id=tp + pp))
         with rendezvous(self.args):
-            self.scheduler = Scheduler(self.args, ports, tp + pp, tp, 0, pp, 0, 0, None)
+            self.scheduler = Scheduler(self.args, PortArgs.init_new(self.args))
         self.scheduler.idle_sleeper = None  # it would wait for a socket at every idle pass
         self._connect()
         self.scheduler._add_request_to_queue = self._note(self.scheduler._add_request_to_queue)
@@ -302,12 +305,14 @@ class Core:
         from sglang_hc.tree.namespaces import client_namespace
 
         key = RadixKey(array("q", tokens), client_namespace(None, salt))
-        return self.tree.match_prefix(MatchPrefixParams(key=key)).device_indices
+        found = self.tree.match_prefix(MatchPrefixParams(key=key))
+        return self.tree.path_device_indices(found.last_device_node)
 
-    def _begin_pass(self) -> list[Any]:
+    def _begin_pass(self, local_reqs: Sequence[Any] | None = None) -> list[Any]:
+        """local_reqs: SGLang's own aborts, of requests that waited too long."""
         if self._each_pass is not None:
             self._each_pass(self.passes - self._before + 1)
-        return self.receive()
+        return [*(local_reqs or ()), *self.receive()]
 
     def receive(self) -> list[Any]:
         self.passes += 1
