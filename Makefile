@@ -2,6 +2,9 @@
 
 UV := $(shell command -v uv 2>/dev/null || echo .venv/bin/uv)
 PYTHON ?= python3
+# SGLang's kernels are built for these.
+SERVED = $(PYTHON) -c 'import sys; (3, 11) <= sys.version_info < (3, 14) or sys.exit("$(PYTHON) is \
+	Python %d.%d, and SGLang needs 3.11 to 3.13: add PYTHON=python3.12" % sys.version_info[:2])'
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 # What was resolved, without where it came from.
@@ -30,10 +33,12 @@ unexport PYTHONDONTWRITEBYTECODE
 setup: $(INSTALLED)
 
 .venv/bin/uv:
+	@$(SERVED)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 
 $(INSTALLED): pyproject.toml | $(filter .venv/bin/uv,$(UV))
+	@test -x $(BIN)/python || $(SERVED)
 	test -x $(BIN)/python || $(UV) venv --no-python-downloads --python $(PYTHON) .venv
 	$(UV) pip install --python $(BIN)/python -e '.[dev,real-model]'
 	$(UV) pip freeze --python $(BIN)/python --exclude-editable > $(LOCK)

@@ -113,7 +113,7 @@ def _erase(directory: Directory, some: Sequence[_Found]) -> Erased:
         try:
             if directory.unlink(folder, block_id):
                 gone.add(block_id)
-        except OSError as error:  # noqa: PERF203  one that stays is no reason for others to stay
+        except OSError as error:  # one that stays is no reason for others to stay
             failure = error
             if isinstance(error, LockTimeout):
                 break  # the next one would wait as long
