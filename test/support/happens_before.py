@@ -121,7 +121,6 @@ class Clocks:
         self.host = self.actors[0]
         self.default = self.stream("default")
         self.current = self.default
-        self._schedule: Stream | None = None
 
     def stream(self, name: str) -> Stream:
         stream = Stream(self, len(self.actors), name)
@@ -152,13 +151,8 @@ class Clocks:
         return _On(self, stream)
 
     def new_stream(self, priority: int | None = None, **_: Any) -> Stream:
-        """torch's `Stream`. SGLang asks for its schedule stream, alone with priority 0, whenever
-        its loop starts; a server starts it once, a test each time it has requests."""
-        if priority != 0:
-            return self.stream(f"stream {len(self.actors)}")
-        if self._schedule is None:
-            self._schedule = self.stream("schedule")
-        return self._schedule
+        """torch's `Stream`. SGLang asks for its schedule stream alone with priority 0."""
+        return self.stream("schedule" if priority == 0 else f"stream {len(self.actors)}")
 
     def installed(self) -> contextlib.AbstractContextManager[Any]:
         """In the place of the streams of `torch.cpu`, which order nothing."""

@@ -9,7 +9,6 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from sglang_hc.config import GIB
@@ -62,10 +61,6 @@ class Entry(NamedTuple):
         return int(self.left * GIB / (model.layers * 2 * model.kv_width * 2))
 
 
-NAMES = (
-    "chunked_prefill_size", "max_running_requests", "max_prefill_tokens", "enable_mixed_chunk",
-    "mem_fraction_static", "max_speculative_num_draft_tokens",
-)  # fmt: skip
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
     "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32,
@@ -74,42 +69,44 @@ CONFIG = {
 }  # fmt: skip
 
 
-def defaults() -> dict[int, Any]:
-    """SGLang's resolved arguments on each card, with the tiers on. To be called in a process of its
-    own, because it believes that there is a GPU."""
+def by_defaults() -> list[Entry]:
+    """By SGLang's arguments on each card, with the tiers on. To be called in a process of its own,
+    because it believes that there is a GPU."""
     os.environ["SGLANG_HC_ENABLE"] = "1"
     import_engine()
-    from sglang.srt import server_args
+    from sglang.srt.arg_groups import memory_hook
+    from sglang.srt.runtime_context import publish
+    from sglang.srt.server_args import prepare_server_args
 
-    found = {}
+    found = []
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(CONFIG))
         for gib in CARDS:
-            server_args.get_device_memory_capacity = lambda device=None, gib=gib: gib * 1024.0
-            args = server_args.prepare_server_args(
+            memory_hook.get_device_memory_capacity = lambda device=None, gib=gib: gib * 1024.0
+            args = prepare_server_args(
                 ["--model-path", folder, "--device", "cuda", "--attention-backend", "triton",
                  "--sampling-backend", "pytorch", "--load-format", "dummy"]
             )  # fmt: skip
-            graphs = SimpleNamespace(max_bs=args.cuda_graph_config.decode.max_bs)
-            found[gib] = SimpleNamespace(
-                **{name: getattr(args, name) for name in NAMES},
-                cuda_graph_config=SimpleNamespace(decode=graphs),
-            )
+            publish(args, role="test")  # it resolves them
+            found += [entry(gib, name, args) for name in MODELS]
     return found
 
 
 def entry(gib: int, name: str, args: Any) -> Entry:
+    from sglang.srt.arg_groups.model_override_base import resolved_view
+
     from sglang_hc.srt.model.capture_memory import capture_sizes
 
     model = MODELS[name]
     layer = StateShape(1, 2 * model.width, (2 * model.kv_width,) * 2, "float16")
     plan = LayerPlan.parse(model.plan, model.layers)
     sizes = capture_sizes(args, plan, layer, model.context, gib * GIB)
-    static = gib * args.mem_fraction_static
+    chosen = resolved_view(args)
+    static = gib * chosen.mem_fraction_static
     weights = 2 * model.parameters * 1e9 / GIB
     frames, frame_bytes = CUDA_FRAMES
     return Entry(
-        gib, name, args.chunked_prefill_size, args.cuda_graph_config.decode.max_bs, sizes.rows,
+        gib, name, chosen.chunked_prefill_size, chosen.cuda_graph_config.decode.max_bs, sizes.rows,
         sizes.snapshot_rows, sizes.tap_bytes / GIB, sizes.ring_bytes / GIB,
         sizes.staging_bytes / GIB,
         static - weights - sizes.bytes / GIB, gib - static,
@@ -131,8 +128,8 @@ def table(entries: list[Entry]) -> str:
 
 
 def ledger() -> list[Entry]:
-    resolved = run_in_child(defaults)
-    return [entry(gib, name, resolved[gib]) for gib in CARDS for name in MODELS]
+    entries: list[Entry] = run_in_child(by_defaults)
+    return entries
 
 
 if __name__ == "__main__":

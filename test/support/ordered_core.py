@@ -161,7 +161,7 @@ def _publishing(original: Callable[..., Any], watch: Watch) -> Callable[..., Any
         if not forward_batch.forward_mode.is_decode():
             return original(self, forward_batch, *args, **kwargs)
         watch.read_before = "slot table", watch.clocks.submit()
-        self.war_fastpath_read_done_event = watch.clocks.current.record_event()
+        self.shared_read_done_event = watch.clocks.current.record_event()
         try:
             return original(self, forward_batch, *args, **kwargs)
         finally:
