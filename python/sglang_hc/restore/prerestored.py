@@ -157,17 +157,25 @@ class PrerestoredBlocks:
         for n in load.restored:
             load.blocks[n].proven = True
 
+    def handed_over(
+        self, request: Serial, path: Sequence[BlockNode], start: int, stop: int
+    ) -> Set[int]:
+        """The blocks of which `hand_over` would give the slots."""
+        blocks = self.of(request).blocks
+        numbers = range(-(-start // BLOCK_TOKENS), stop // BLOCK_TOKENS)
+        return {
+            n
+            for n in numbers
+            if n in blocks and blocks[n].proven and _same(blocks[n].node, path[n])
+        }
+
     def hand_over(self, request: Serial, path: Sequence[BlockNode], start: int, stop: int) -> Slots:
         """The slots of tokens [start, stop) that hold the K and V of the blocks of `path`; they are
         the caller's from now on. The request keeps nothing here but what is not proven yet."""
         load = self.of(request)
         blocks = load.blocks
-        numbers = range(-(-start // BLOCK_TOKENS), stop // BLOCK_TOKENS)
-        there = {
-            n: blocks[n].take_rows()
-            for n in numbers
-            if n in blocks and blocks[n].proven and _same(blocks[n].node, path[n])
-        }
+        numbers = sorted(self.handed_over(request, path, start, stop))
+        there = {n: blocks[n].take_rows() for n in numbers}
         self._count -= len(there)
         if all(blocks[n].proven for n in load.restored):
             self.forget([request])

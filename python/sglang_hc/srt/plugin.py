@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang.srt.mem_cache.registry import (
     register_radix_cache_backend,
     registered_radix_cache_backends,
@@ -24,6 +25,8 @@ _active = False
 
 def activate() -> None:
     """Register everything. Called by SGLang's plugin loader; harmless when called again."""
+    from sglang_hc.srt.arguments import server_args
+
     global _active  # noqa: PLW0603  one flag per process, as SGLang's own registry has
     if _active:
         return
@@ -32,6 +35,9 @@ def activate() -> None:
     for target, kind, call, on_error in all_hooks():
         HookRegistry.register(target, guard.guarded(call, kind, on_error), kind)
         in_place.expect(target)
+    for name, step in server_args.STEPS.items():
+        register_resolution_hook(name)(step)
+        in_place.expect_step(name, step)
     if in_place.BACKEND not in registered_radix_cache_backends():
         from sglang_hc.srt.start.build import build_tree_cache
 
@@ -63,7 +69,6 @@ def all_hooks() -> list[Hook]:
     policy = "sglang.srt.managers.schedule_policy"
     adder = f"{policy}.PrefillAdder"
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
-    prefill = f"{scheduler}._get_new_batch_prefill_raw"
     parts = "sglang.srt.managers.scheduler_components"
     updates = f"{parts}.weight_updater.SchedulerWeightUpdaterManager"
     results = f"{parts}.batch_result_processor.SchedulerBatchResultProcessor"
@@ -86,7 +91,6 @@ def all_hooks() -> list[Hook]:
     found = [
         Hook(f"{args}.add_cli_args", after, server_args.add_cli_args, start),
         Hook(f"{args}.from_cli_args", around, server_args.from_cli_args, start),
-        Hook(f"{args}.__post_init__", around, server_args.post_init, start),
         Hook("uvicorn.run", around, worker.serve, start),
         Hook(f"{runner}.load_model", after, model_state.after_load_model, start),
         Hook(f"{scheduler}.__init__", around, hooks.build_scheduler, start),
@@ -98,8 +102,6 @@ def all_hooks() -> list[Hook]:
         Hook(f"{adder}.add_one_req", around, meeting.add_one_req, give_up),
         Hook(f"{adder}.add_chunked_req", around, meeting.add_chunked_req, give_up),
         Hook(f"{adder}.preempt_to_schedule", around, preemption.preempt_to_schedule, give_up),
-        Hook(prefill, around, preemption.get_new_batch_prefill, keeps),
-        Hook(f"{scheduler}._can_schedule_lora_req", after, hooks.adapter_fits, keeps),
         Hook(f"{scheduler}.maybe_sleep_on_idle", around, hooks.sleep_on_idle, keeps),
         Hook(f"{scheduler}.get_internal_state", after, hooks.internal_state, keeps),
         Hook(sample, after, speculation.sampled, keeps),

@@ -31,6 +31,11 @@ def name_of(req: Any) -> str:
     return req.rid
 
 
+def handle_of(req: Any) -> Any:
+    """The object by which SGLang tells the tree of it; `is` tells two requests of one name apart."""
+    return req.cache_request_handle
+
+
 def namespace_of(one: Any) -> str | None:
     """Whose state it is; None for everybody's. one: a request, or a `RadixKey` of the tree."""
     return one.extra_key
@@ -120,12 +125,12 @@ def middle_chunks_under_way(req: Any) -> int:
 
 def row_of(req: Any) -> int | None:
     """Its row in SGLang's table of device slots; None while it waits and when it is over."""
-    return req.req_pool_idx
+    return req.kv.req_pool_idx
 
 
 def committed_tokens(req: Any) -> int:
     """Tokens from the first one on whose K and V stay in its slots."""
-    return req.kv_committed_len
+    return req.kv.kv_committed_len
 
 
 def computed_prompt_tokens(req: Any) -> int:
@@ -138,6 +143,12 @@ def tokens_from_tiers(req: Any) -> tuple[int, int]:
     return req.cached_tokens_host, req.cached_tokens_storage
 
 
+def owned_tokens(req: Any) -> int:
+    """Tokens from the first one on whose slots it gives back, or leaves to the tree, when it is
+    over."""
+    return req.owned_kv_len()
+
+
 # -- its prefix ----------------------------------------------------------------------------------
 
 
@@ -148,17 +159,21 @@ def longest_prefix(req: Any) -> int:
 
 def prefix_length(req: Any) -> int:
     """Tokens before those that it computes next."""
-    return len(req.prefix_indices)
+    return req.prefix_len
 
 
-def prefix_slots(req: Any) -> torch.Tensor:
-    """(prefix_length,) int64 device slots of these tokens."""
-    return req.prefix_indices
+def prefix_slots(tree: Any, req: Any) -> torch.Tensor:
+    """(prefix_length,) int64 device slots of these tokens: those of its row, or before it has one
+    those of its match. tree: SGLang's."""
+    if not req.kv.holds_kv:
+        return tree.prefix_device_indices(req)
+    row = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+    return row[: req.prefix_len].to(torch.int64)
 
 
 def tokens_in_tree(req: Any) -> int:
     """Tokens of its prefix whose slots belong to the device tree."""
-    return req.cache_protected_len
+    return req.kv.cache_protected_len
 
 
 def prefix_node(req: Any) -> Any:
@@ -180,11 +195,14 @@ def set_host_hit(req: Any, tokens: int, from_below: bool = False) -> None:
 
 def go_on_behind(tree: Any, req: Any, slots: torch.Tensor, node: Any) -> None:
     """Between two chunks: the prefix goes on with `slots`, (n,) int64, the last of which `node` of
-    the device tree has. They count as served by the store."""
-    tree.inc_lock_ref(node)
-    tree.dec_lock_ref(req.last_node)
+    the device tree has. The next chunk reads its prefix from the request's row, so they are written
+    there. They count as served by the store."""
+    before, req.lock = req.lock, tree.lock(node)
+    tree.unlock(before)
+    start, req.prefix_len = req.prefix_len, req.prefix_len + len(slots)
+    tree.req_to_token_pool.write((req.kv.req_pool_idx, slice(start, req.prefix_len)), slots)
     req.last_node = node
-    req.prefix_indices = torch.cat([req.prefix_indices, slots])
-    req.cache_protected_len = len(req.prefix_indices)
+    req.kv.cache_protected_len = req.prefix_len
+    req.kv.kv_allocated_len = req.kv.kv_committed_len = req.prefix_len
     if not req.retracted_stain:
         req.cached_tokens_storage += len(slots)

@@ -2,8 +2,8 @@
 
 A request is an object of SGLang's; its `rid` is a string that a client chooses. A client that went
 away and sends again, or two tokenizer workers, make two requests with one rid that are alive at
-once. So nothing of ours is found by a rid. SGLang hands some calls of the tree the rid alone; whose
-it is, `waiting.SchedulerQueue` knows from what SGLang did just before.
+once. So nothing of ours is found by a rid. SGLang hands some calls of the tree a handle of the
+request alone; whose it is, `SchedulerQueue` knows from what SGLang did just before.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The requests SGLang's scheduler has queued, as the tiers below the device see them.
 
-SGLang tells the tree of every request that is queued and asks it before it admits one, both by the
-request's `rid`, which another may share. This room finds the request that is meant, looks at the
-queue once per scheduling pass, and puts the questions to the tiers. Belongs to the scheduler
-thread.
+SGLang tells the tree of every request that is queued and asks it before it admits one, both by a
+handle of the request. This room finds the request that is meant, looks at the queue once per
+scheduling pass, and puts the questions to the tiers. Belongs to the scheduler thread.
 """
 
 from __future__ import annotations
@@ -103,10 +102,10 @@ class SchedulerQueue:
         """A request was matched; it may be queued next."""
         self.last_matched = req
 
-    def queued(self, rid: str) -> None:
+    def queued(self, handle: Any) -> None:
         """The request that was matched last was queued, perhaps not for the first time."""
         req, self.last_matched = self.last_matched, None
-        if req is not None and fields.name_of(req) == rid:
+        if req is not None and fields.handle_of(req) is handle:
             self._arrived.append(req)
             if self._recorder is not None:
                 self._recorder.arrived(serial_of(req), _prompt_of(req))
@@ -116,19 +115,16 @@ class SchedulerQueue:
                 self._view.counters["overflow_requests"] += 1
                 self._view.counters["overflow_dropped_tokens"] += dropped
 
-    def ready(self, rid: str) -> bool:
-        """Whether the request, whose turn it is, may be admitted in this pass: the next one of this
-        name in the order in which SGLang asks."""
-        self.last_asked = next((req for req in self._turns if fields.name_of(req) == rid), None)
+    def ready(self, handle: Any) -> bool:
+        """Whether the request, whose turn it is, may be admitted in this pass. SGLang asks in the
+        order of the queue, and passes over some without asking."""
+        turns = (req for req in self._turns if fields.handle_of(req) is handle)
+        self.last_asked = next(turns, None)
         if self.last_asked is None or self.may_run(self.last_asked):
             return True
         if self._recorder is not None:
             self._recorder.passed_over(serial_of(self.last_asked))
         return False
-
-    def skipped(self, req: Any) -> None:
-        """SGLang passes over this request, whose turn it is, without asking."""
-        next((other for other in self._turns if other is req), None)
 
     def may_run(self, req: Any) -> bool:
         """As `ready`, for the request itself."""
@@ -146,10 +142,10 @@ class SchedulerQueue:
             self._end(serial_of(req))
             self._queue, self._order = [], ()
 
-    def give_up_all(self, rid: str) -> None:
-        """As `give_up`, whatever waits under this name."""
+    def give_up_handle(self, handle: Any) -> None:
+        """As `give_up`, of the request that SGLang tells of by this handle."""
         for req in [*self._queue, *self._arrived]:
-            if fields.name_of(req) == rid:
+            if fields.handle_of(req) is handle:
                 self.give_up(req)
 
     def answered(self, req: Any) -> None:

@@ -80,14 +80,6 @@ def arrange(result: None, self: Any, waiting_queue: list[Any], *args: Any, **kwa
         tree.waiting.arrange(waiting_queue)
 
 
-def adapter_fits(result: bool, self: Any, req: Any, *args: Any) -> None:
-    """AFTER Scheduler._can_schedule_lora_req: a request whose adapter finds no room in this pass is
-    passed over before the tree is asked for it."""
-    tree = tree_of(self)
-    if tree is not None and not result:
-        tree.waiting.skipped(req)
-
-
 def run_batch(
     original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:

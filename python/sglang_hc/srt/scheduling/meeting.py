@@ -28,8 +28,10 @@ def add_one_req(original: Callable[..., Any], self: Any, req: Any, *args: Any, *
     Nobody is added behind such a chunk in this pass: only one request at a time may be cut.
     """
     tree = self.tree_cache
-    if isinstance(tree, HcRadixCache) and self.rem_chunk_tokens is not None:
-        meeting = tree.meetings.of(serial_of(req))
+    if isinstance(tree, HcRadixCache):
+        tree.promise(req)
+        chunks = self.rem_chunk_tokens is not None
+        meeting = tree.meetings.of(serial_of(req)) if chunks else None
         if meeting is not None:
             head = fields.prefix_length(req) + fields.host_hit(req)
             step = tree.meetings.next(serial_of(req), head)

@@ -52,6 +52,16 @@ class Placed(NamedTuple):
     early: int
 
 
+class _Layout(NamedTuple):
+    """What `place` will do with the tokens up to `stop`. missing: as in `Placed`. uses_early: what
+    was restored of them before is used."""
+
+    stop: int
+    plan: RestorePlan
+    missing: Sequence[tuple[int, int]]
+    uses_early: bool
+
+
 class RestoreAhead:
     """Restores blocks of one tree's requests before their passes. Belongs to the scheduler thread.
     The tree that a method is given has the device slots."""
@@ -70,6 +80,8 @@ class RestoreAhead:
         self._waiting = waiting
         self._planner = planner
         self._host_match = host_match
+        self._promised: tuple[Any, _Layout] | None = None
+        """To the request that SGLang is about to admit."""
 
     def restore_what_came(
         self, tree: DeviceTree, meeting: Meeting, req: Any, has: int, most: int | None = None
@@ -150,29 +162,34 @@ class RestoreAhead:
         first, last = -(-context // BLOCK_TOKENS), stop // BLOCK_TOKENS
         return list(enumerate(match.nodes))[first:last]
 
+    def promise(self, tree: DeviceTree, req: Any, path: Sequence[BlockNode], stop: int) -> int:
+        """How many of the tokens from the end of the request's prefix to `stop`, whose `path` is
+        ready, are worth restoring. `place` gives slots to as many when it is asked next."""
+        layout = self._layout(tree, req, path, stop, met=False)
+        self._promised = req, layout
+        return layout.stop - fields.prefix_length(req)
+
     def place(
         self, tree: DeviceTree, req: Any, path: Sequence[BlockNode], stop: int, *, met: bool
     ) -> Placed | Reason:
-        """Slots for the tokens from the end of the request's prefix to `stop`, or to where it is
-        worth it, whose `path` is ready; or why there are none. They are the caller's. met: the
-        request has met its history, of which what is left is not weighed."""
-        planner, start = self._planner, fields.prefix_length(req)
+        """Slots for all tokens from the end of the request's prefix to `stop`, whose `path` is
+        ready, or why there are none. They are the caller's. met: the request has met its history,
+        of which no part is left out."""
+        start, promised = fields.prefix_length(req), self._promised
+        self._promised = None
+        if promised is not None and promised[0] is req and promised[1].stop == stop and not met:
+            layout = promised[1]
+        else:
+            layout = self._layout(tree, req, path, stop, met)
         there = dict(self._blocks.hand_over(serial_of(req), path, start, stop))
         try:
-            new = max(1, len(fields.prompt_of(req)) - stop)
-            missing = missing_ranges(there, start, stop)
-            plan = self._plan_rest(missing, stop, new, met) if there else None
-            if plan is not None and not plan.tokens and missing:  # the end is computed
-                stop, missing = missing[0][0], []
-            if plan is None:
+            if not layout.uses_early:
                 self._blocks.give_back(there)
                 there.clear()
-                plan = planner.choose(stop - start, start, new)
-                stop = start + plan.tokens // tree.page_size * tree.page_size
-                missing = [(start, stop)]
-            if stop == start:
-                return plan.reason
-            others = tree.allocate(sum(end - begin for begin, end in missing))
+            if layout.stop < stop or stop == start:
+                self._blocks.give_back(there)
+                return layout.plan.reason
+            others = tree.allocate(sum(end - begin for begin, end in layout.missing))
             if others is None:
                 self._blocks.give_back(there)
                 return Reason.NO_DEVICE_SLOTS
@@ -180,7 +197,26 @@ class RestoreAhead:
         except Exception:
             self._blocks.give_back(there)
             raise
-        return Placed(slots, plan, missing, len(slots) - len(others))
+        return Placed(slots, layout.plan, layout.missing, len(slots) - len(others))
+
+    def _layout(
+        self, tree: DeviceTree, req: Any, path: Sequence[BlockNode], stop: int, met: bool
+    ) -> _Layout:
+        """How far it is worth to restore, and how. Changes nothing."""
+        planner, start = self._planner, fields.prefix_length(req)
+        there = self._blocks.handed_over(serial_of(req), path, start, stop)
+        new = max(1, len(fields.prompt_of(req)) - stop)
+        missing = missing_ranges(there, start, stop)
+        plan = self._plan_rest(missing, stop, new, met) if there else None
+        if plan is not None:
+            if not plan.tokens and missing:  # the end is computed
+                stop, missing = missing[0][0], []
+            return _Layout(stop, plan, missing, uses_early=True)
+        plan = planner.choose(stop - start, start, new)
+        if met and 0 < plan.tokens < stop - start:
+            plan = planner.as_stored(stop - start)
+        stop = start + plan.tokens // tree.page_size * tree.page_size
+        return _Layout(stop, plan, [(start, stop)], uses_early=False)
 
     def _plan_rest(
         self, missing: Sequence[tuple[int, int]], stop: int, new: int, met: bool

@@ -85,48 +85,56 @@ class CapturingTree(DeviceTree):
         self.waiting.give_up(req)
 
     @method(give_up)
-    def cache_unfinished_req(self, theirs: SglangMethod, req: Any, chunked: bool = False) -> None:
-        """A prompt, or a chunk of one, is in the tree: keep its blocks.
+    def checkpoint(self, theirs: SglangMethod, req: Any, *, up_to: int) -> None:
+        """A prompt, or a chunk of one, is in the tree, or all of a request that is over: keep its
+        blocks.
 
         After a chunk only full blocks: the tail would be replaced by the next chunk's.
         """
-        if self._keeps(req):
+        if fields.is_over(req):
+            self._keep_last(req, up_to, up_to)
+        elif self._keeps(req):
             tokens = fields.chunk_end_ids(req)
             length = len(tokens) // self.page_size * self.page_size
-            if chunked:
+            if len(tokens) < len(fields.prompt_of(req)):
                 length = length // BLOCK_TOKENS * BLOCK_TOKENS
             self.commit(req, tokens, length, final=False)
-        theirs(req, chunked=chunked)
+        theirs(req, up_to=up_to)
 
-    def _finished_without(self, req: Any, *_: Any, **__: Any) -> None:
+    def _released_without(self, req: Any, **_: Any) -> None:
         self.drop(req)
         self.waiting.finished(req, 0)
 
-    @method(_finished_without)
-    def cache_finished_req(
-        self, theirs: SglangMethod, req: Any, is_insert: bool = True, *, kv_len_to_handle: int
-    ) -> None:
-        """A request is over, or gives its slots up and is queued again (retraction): what it has
-        computed is kept. Of one that was aborted only what the tree has is."""
+    @method(_released_without)
+    def on_release(self, theirs: SglangMethod, req: Any, *, checkpointed: bool) -> None:
+        """A request has given its slots up: it is over, or is queued again (retraction), and what
+        it has computed is kept. Of one that was aborted only what the tree has is. Its slots are
+        free, and nothing that the model runs has written to them yet."""
+        owned = fields.owned_tokens(req)
+        if not checkpointed:
+            retracted = not fields.is_over(req)
+            keep = owned if retracted else min(owned, fields.tokens_in_tree(req))
+            self._keep_last(req, keep, owned)
+        self.waiting.finished(req, -(-owned // BLOCK_TOKENS))
+        theirs(req, checkpointed=checkpointed)
+
+    def _keep_last(self, req: Any, keep: int, computed: int) -> None:
+        """Keep the first `keep` of the tokens that a request has computed, which computes none any
+        more; what lies behind has no slots in its row."""
         if self._recorder is not None:
-            computed = pack_tokens(fields.first_ids(req, kv_len_to_handle))
-            self._recorder.finished(serial_of(req), Prefix(fields.namespace_of(req), computed))
-        if self._keeps(req):
-            retracted = not is_insert and not fields.is_over(req)
-            keeps_all = (is_insert or retracted) and not self.disable_finished_insert
-            keep = kv_len_to_handle  # what lies behind has no slots in the request's row yet
-            if not keeps_all:
-                keep = min(keep, fields.tokens_in_tree(req))
-            tokens = fields.first_ids(req, keep)
-            length = len(tokens) // self.page_size * self.page_size
-            left = self.commit(req, tokens, length, final=True)
-            self.tiers.used(left, None if retracted else self._pin_of(req))
-            if retracted:
-                self.capture.counters["retracted_tokens"] += length
-            else:
-                self.waiting.answered(req)
-        self.waiting.finished(req, -(-kv_len_to_handle // BLOCK_TOKENS))
-        theirs(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+            tokens = pack_tokens(fields.first_ids(req, computed))
+            self._recorder.finished(serial_of(req), Prefix(fields.namespace_of(req), tokens))
+        if not self._keeps(req):
+            return
+        retracted = not fields.is_over(req)
+        tokens = fields.first_ids(req, keep)
+        length = len(tokens) // self.page_size * self.page_size
+        left = self.commit(req, tokens, length, final=True)
+        self.tiers.used(left, None if retracted else self._pin_of(req))
+        if retracted:
+            self.capture.counters["retracted_tokens"] += length
+        else:
+            self.waiting.answered(req)
 
     def _pin_of(self, req: Any) -> tuple[str, float] | None:
         """The session and the seconds for which a request asks to hold what it leaves behind."""

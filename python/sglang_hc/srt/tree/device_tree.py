@@ -46,14 +46,14 @@ class DeviceTree(SglangTree):
         """Take an unlocked leaf out of the tree; its slots are free."""
         self.token_to_kv_pool_allocator.free_segment(node.value, start_pos=0)
         self._delete_leaf(node)
-        self._record_remove_event(node)
+        self.kv_events.record_remove(node)
 
     def drop_last_block(self, path: Prefix) -> None:
         """Take out what begins with the last block of a path, but for what is locked."""
         key = RadixKey(array("q", unpack_tokens(path.tokens).tolist()), path.namespace)
         before = (len(key) - 1) // BLOCK_TOKENS * BLOCK_TOKENS // self.page_size * self.page_size
         above = RadixCache.match_prefix(self, MatchPrefixParams(key=key[:before]))
-        if len(above.device_indices) < before or len(key) - before < self.page_size:
+        if above.device_prefix_len < before or len(key) - before < self.page_size:
             return
         child = above.last_device_node.children.get(key[before:].child_key(self.page_size))
         for node in _leaves_first([] if child is None else [child]):

@@ -46,8 +46,7 @@ from sglang_hc.tree.block_tree import BlockNode
 class HcRadixCache(CapturingTree):
     """RadixCache whose evicted prefixes come back from the tiers.
 
-    Belongs to the scheduler thread. preempted: requests that made room in this pass
-    (`srt/scheduling/preemption.py`).
+    Belongs to the scheduler thread.
     """
 
     _is_built = False  # the base class's constructor calls `reset`
@@ -73,7 +72,6 @@ class HcRadixCache(CapturingTree):
         self.meetings, self._disk = tiers.meetings, tiers.disk
         self._lag = layout.draft.lag
         self._recorder, self.audit = tiers.recorder, audit
-        self.preempted: list[Any] = []
         self.scheduler = scheduler
         self.compute_stream = compute
         self._device_order = device_order
@@ -86,7 +84,9 @@ class HcRadixCache(CapturingTree):
         self.hicache_storage_pass_prefix_keys = False
         if self._disk is not None:  # a class's name is shown as the storage back end of a hit
             shown = type(self._disk.name, (), {})
-            self.cache_controller = SimpleNamespace(storage_backend=shown())
+            self.cache_controller = SimpleNamespace(
+                storage_backend=shown(), storage_backend_type=self._disk.name
+            )
         self.host_match = HostMatch(tiers.host, layout)
         self.waiting = SchedulerQueue(tiers.queue, self._on_device, tiers.recorder)
         self.prerestored, planner = prerestored, self.restorer.planner
@@ -107,7 +107,7 @@ class HcRadixCache(CapturingTree):
         """Device match, with what the host tier adds for a request in `host_hit_length`."""
         result = self._with_host_hit(theirs(params), params)
         if self._recorder is not None and params.req is not None:
-            on_device, hit = len(result.device_indices), result.host_hit_length
+            on_device, hit = result.device_prefix_len, result.host_hit_length
             self._recorder.matched(serial_of(params.req), on_device, hit)
         return result
 
@@ -116,7 +116,7 @@ class HcRadixCache(CapturingTree):
             self.waiting.matched(params.req)
         if params.req is None or self.disable or self.stopped or len(params.key) == 0:
             return result
-        key, on_device = params.key, result.device_indices.numel()
+        key, on_device = params.key, result.device_prefix_len
         if len(key) - on_device < self.page_size:
             return result
         usable = self.host_match.tokens(params.req, key, result.last_device_node, on_device)
@@ -125,14 +125,24 @@ class HcRadixCache(CapturingTree):
 
     def _on_device(self, key: RadixKey) -> int:
         """Tokens of `key` that the device has now."""
-        return len(RadixCache.match_prefix(self, MatchPrefixParams(key=key)).device_indices)
+        return RadixCache.match_prefix(self, MatchPrefixParams(key=key)).device_prefix_len
 
-    @method(answer=lambda tree, params: tree._without_host_hit(params.req))
-    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, Any]:
+    @method(answer=nothing)
+    def promise(self, req: Any) -> None:
+        """A request is about to be admitted. SGLang takes all of its host hit or nothing of it:
+        promise the part that is worth restoring. If none is, `init_load_back` counts why."""
+        hit = fields.host_hit(req)
+        blocks = self.host_match.blocks(req, fields.prefix_length(req) + hit) if hit else None
+        if blocks is not None:
+            worth = self.ahead.promise(self, req, blocks, fields.prefix_length(req) + hit)
+            fields.set_host_hit(req, worth or hit)
+
+    @method(answer=lambda tree, params: (0, fields.prefix_node(params.req)))
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Any]:
         """Allocate and insert slots for a request's host hit, and queue their restoration.
 
-        Returns what was promised, or the part of it that is worth restoring, or nothing: the rest
-        is recomputed.
+        Returns what was promised, or 0 tokens, which are recomputed then; and the node at the end
+        of the prefix.
         """
         req = params.req
         stop = fields.prefix_length(req) + params.host_hit_length
@@ -141,13 +151,13 @@ class HcRadixCache(CapturingTree):
             found = self.load_met(meeting, req)
             slots, node = found or self.refuse(req, Reason.BLOCKS_GONE)
             fields.set_host_hit(req, len(slots), from_below=True)
-            return slots, node
+            return len(slots), node
         blocks = self.host_match.blocks(req, stop)
         if blocks is None:
-            return self.refuse(req, Reason.BLOCKS_GONE)
-        slots, node = self.load_back(req, blocks, stop)
-        fields.set_host_hit(req, len(slots))
-        return slots, node
+            slots, node = self.refuse(req, Reason.BLOCKS_GONE)
+        else:
+            slots, node = self.load_back(req, blocks, stop)
+        return len(slots), node
 
     def load_met(self, meeting: Meeting, req: Any) -> tuple[torch.Tensor, Any] | None:
         """As `load_back`, of a history of which nothing is still to come. None where it cannot be
@@ -164,8 +174,9 @@ class HcRadixCache(CapturingTree):
     def load_back(
         self, req: Any, blocks: Sequence[BlockNode], stop: int, *, met: bool = False
     ) -> tuple[torch.Tensor, Any]:
-        """As `init_load_back`, of the tokens from the end of the request's prefix to `stop`, whose
-        path `blocks` are ready. The request holds a lock on its prefix. met: see `place`."""
+        """Slots for the tokens from the end of the request's prefix to `stop`, whose path `blocks`
+        are ready, and the node that has them; or none. The request holds a lock on its prefix. met:
+        see `place`."""
         placed = self.ahead.place(self, req, blocks, stop, met=met)
         if isinstance(placed, Reason):
             return self.refuse(req, placed)
@@ -181,7 +192,7 @@ class HcRadixCache(CapturingTree):
     ) -> tuple[torch.Tensor, Any]:  # fmt: skip
         """As `load_back`, into these slots. Tokens [begin, end) of `missing` are restored; of the
         others the slots hold K and V already."""
-        before, restorer = fields.prefix_slots(req), self.restorer
+        before, restorer = fields.prefix_slots(self, req), self.restorer
         try:
             node = self._extend(req, slots)
         except Exception:
@@ -248,7 +259,7 @@ class HcRadixCache(CapturingTree):
 
     def _without_host_hit(self, req: Any) -> tuple[torch.Tensor, Any]:
         fields.set_host_hit(req, 0)
-        return self._empty_match_result.device_indices, fields.prefix_node(req)
+        return self._empty_device_indices, fields.prefix_node(req)
 
     # -- evict -----------------------------------------------------------------------------------
 
@@ -319,29 +330,32 @@ class HcRadixCache(CapturingTree):
         """Blocks are found by their tokens, whatever the device node knows of them."""
         return True
 
-    def _give_up_all(self, rid: str, *_: Any) -> None:
-        self.waiting.give_up_all(rid)
+    def get_last_hash_value(self, node: Any) -> None:
+        """SGLang's own stores find pages by a hash; blocks are found by their tokens."""
 
-    @method(_give_up_all, answer=nothing)
-    def prefetch_from_storage(self, rid: str, *_: Any) -> None:
+    def _give_up_one(self, handle: Any, *_: Any, **__: Any) -> None:
+        self.waiting.give_up_handle(handle)
+
+    @method(_give_up_one, answer=nothing)
+    def prefetch_from_storage(self, handle: Any, *_: Any, **__: Any) -> None:
         """A request was queued, and matched just before."""
         if not self.stopped:
-            self.waiting.queued(rid)
+            self.waiting.queued(handle)
 
-    @method(_give_up_all, answer=lambda *_: True)
-    def check_prefetch_progress(self, rid: str) -> bool:
+    @method(_give_up_one, answer=lambda *_: True)
+    def check_prefetch_progress(self, handle: Any) -> bool:
         """False: pass the request over in this pass. SGLang asks in the order of the queue."""
-        return self.waiting.ready(rid)
+        return self.waiting.ready(handle)
 
     @method(answer=lambda *_: 0)
-    def pop_prefetch_loaded_tokens(self, rid: str) -> int:
+    def pop_prefetch_loaded_tokens(self, handle: Any) -> int:
         """Tokens that came from disk for this request, which is the one that is ready."""
         return self.waiting.take_loaded()
 
     @method(answer=nothing)
-    def release_aborted_request(self, rid: str) -> None:
-        """A request is about to leave the queue, or has left it. Which one of this name does, the
-        next pass sees (`SchedulerQueue.on_schedule_step`)."""
+    def release_aborted_request(self, handle: Any) -> None:
+        """A request is about to leave the queue, or has left it: the next pass sees it
+        (`SchedulerQueue.on_schedule_step`)."""
 
     @method(answer=lambda *_: False)
     def clear_storage_backend(self, ended: Callable[[bool], object] = bool) -> bool:
