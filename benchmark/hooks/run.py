@@ -100,7 +100,7 @@ def timed_match(cache: RadixCache, tokens: array[int], on_device: int, on_host: 
     start = time.perf_counter_ns()
     result = cache.match_prefix(params)
     taken = (time.perf_counter_ns() - start) / 1000
-    assert len(result.device_indices) == on_device
+    assert result.device_prefix_len == on_device
     if isinstance(cache, HcRadixCache):
         assert result.host_hit_length == max(on_host - on_device, 0)
     return taken

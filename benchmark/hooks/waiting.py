@@ -107,28 +107,30 @@ class Queue:
         tokens = array("q", range(self.count, self.count + BLOCKS * BLOCK_TOKENS + 1))
         req = SimpleNamespace(
             rid=f"r{self.count}", full_untruncated_fill_ids=tokens, extra_key=None,
-            sampling_params=SimpleNamespace(custom_params=None), req_pool_idx=None,
+            sampling_params=SimpleNamespace(custom_params=None), cache_request_handle=object(),
+            kv=SimpleNamespace(req_pool_idx=None),
         )  # fmt: skip
         self.count += 1
         self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens), req=req))
-        self.cache.prefetch_from_storage(req.rid)
+        self.cache.prefetch_from_storage(req.cache_request_handle)
         self.waiting.append(req)
 
     def one_pass(self) -> None:
         """What a pass asks of the tiers: completions, a look at the queue, order, the first one."""
         self.cache.check_hicache_events()
         arrange(None, self.policy, self.waiting)
-        self.cache.check_prefetch_progress(self.waiting[0].rid)
+        self.cache.check_prefetch_progress(self.waiting[0].cache_request_handle)
 
     def admit(self) -> None:
         """The first that may be admitted is; the one of the pass before is over."""
         for req in self.running:
             self.cache.waiting.finished(req, BLOCKS)
         arrange(None, self.policy, self.waiting)
-        chosen = next(r for r in self.waiting if self.cache.check_prefetch_progress(r.rid))
+        ready = self.cache.check_prefetch_progress
+        chosen = next(r for r in self.waiting if ready(r.cache_request_handle))
         self.waiting.remove(chosen)
-        self.cache.pop_prefetch_loaded_tokens(chosen.rid)
-        chosen.req_pool_idx = 0
+        self.cache.pop_prefetch_loaded_tokens(chosen.cache_request_handle)
+        chosen.kv.req_pool_idx = 0
         self.running = [chosen]
 
     def still(self, passes: int) -> list[float]:

@@ -39,7 +39,7 @@ def old_commit(core: OrderedCore) -> None:
     def commit(req: Any, tokens: Any, length: int, final: bool) -> bytes:
         packed = pack_tokens(tokens[:length])
         with tree.compute_stream.entered():
-            slots = tree.req_to_token_pool.req_to_token[req.req_pool_idx, :length]
+            slots = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length]
             tree.tiers.capture.commit(
                 req.rid, Prefix(req.extra_key, packed), slots.long(), final=final
             )

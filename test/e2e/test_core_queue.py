@@ -72,13 +72,13 @@ def order_of_service(schedule: str) -> list[str]:
     core.settle()
     core.flood(random.Random(6), 1300)
     served: list[str] = []
-    finish = core.tree.cache_finished_req
+    release = core.tree.on_release
 
-    def finished(req: Any, *args: Any, **kwargs: Any) -> None:
+    def released(req: Any, **kwargs: Any) -> None:
         served.append(req.rid)
-        finish(req, *args, **kwargs)
+        release(req, **kwargs)
 
-    core.tree.cache_finished_req = finished
+    core.tree.on_release = released
     names = {core.submit([*old, *reply, 5], 4): "old", core.submit(new, 4): "new"}
     core.run()
     core.settle()

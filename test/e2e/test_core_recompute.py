@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from support.core import Core, run_in_child
 from support.prompts import SMALL, prompt
@@ -167,7 +166,8 @@ def orphaned() -> tuple[int, float]:
     tree = core.tree
     req = SimpleNamespace(
         rid="orphan",
-        prefix_indices=torch.empty(0, dtype=torch.int64),
+        kv=SimpleNamespace(holds_kv=False),
+        prefix_len=0,
         full_untruncated_fill_ids=array("q", history),
         extra_key=None,
         last_node=tree.root_node,
@@ -177,12 +177,12 @@ def orphaned() -> tuple[int, float]:
     )
     key = RadixKey(req.full_untruncated_fill_ids, None)
     tree.match_prefix(MatchPrefixParams(key=key, req=req))  # as SGLang does before it admits
-    slots, _ = tree.init_load_back(
+    count, _ = tree.init_load_back(
         InitLoadBackParams(best_match_node=tree.root_node, host_hit_length=200, req=req)
     )
     tree.check_hicache_events()
     core.settle()
-    return len(slots), error(originals, core.kv(history))
+    return count, error(originals, core.kv(history))
 
 
 def test_a_restoration_whose_batch_does_not_come_is_recomputed_too(models: None) -> None:
