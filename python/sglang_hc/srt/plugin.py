@@ -73,7 +73,6 @@ def all_hooks() -> list[Hook]:
     updates = f"{parts}.weight_updater.SchedulerWeightUpdaterManager"
     results = f"{parts}.batch_result_processor.SchedulerBatchResultProcessor"
     tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
-    serving = "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase"
     chat = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
     sample = "sglang.srt.speculative.eagle_utils.eagle_sample"
     draft = "sglang.srt.mem_cache.kv_cache_builder.maybe_register_hicache_draft"
@@ -117,7 +116,6 @@ def all_hooks() -> list[Hook]:
         Hook(f"{tokenizer}._validate_one_request", before, pins.check_pin_request, status_400),
         Hook(f"{tokenizer}._validate_one_request", before, namespaces.pack_key, status_400),
         Hook(f"{tokenizer}._validate_one_request", before, hooks.check_input_ids, status_400),
-        Hook(f"{serving}._compute_extra_key", around, namespaces.openai_key, status_400),
         Hook(f"{chat}._convert_to_internal_request", after, overflow.count_head, status_400),
         Hook(f"{tokenizer}._wait_one_response", around, overflow.tell, reply),
         Hook(f"{scheduler}.clear_hicache_storage_wrapped", around, hooks.clear_storage, cleared),

@@ -1,9 +1,12 @@
-"""The `--hc-*` flags inside SGLang's argument handling, and the modes that cannot be right yet."""
+"""The `--hc-*` flags inside SGLang's argument handling, and the modes that cannot be right yet.
+
+A command line is parsed with our flags, and SGLang's arguments keep what they said. Later SGLang
+resolves its arguments once, in steps; ours are around some of them (`STEPS`).
+"""
 
 from __future__ import annotations
 
 import argparse
-import contextvars
 import logging
 import os
 import secrets
@@ -18,7 +21,7 @@ from sglang_hc.config import CONFIG_ENV, ConfigError, HcConfig, flag_of, refuse_
 from sglang_hc.srt.arguments import hicache_flags
 from sglang_hc.srt.arguments.graphs import check_prefill_graphs
 from sglang_hc.srt.binding import arguments
-from sglang_hc.srt.binding.arguments import asked, choose
+from sglang_hc.srt.binding.arguments import asked
 from sglang_hc.srt.engine import cpu
 
 logger = logging.getLogger(__name__)
@@ -70,7 +73,8 @@ WITH_STAGES = {
 SPECULATION = ("NGRAM", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 """Algorithms of speculative decoding that are served."""
 
-_from_flags: contextvars.ContextVar[HcConfig | None] = contextvars.ContextVar("hc", default=None)
+Step = Callable[[Any], None]
+"""What SGLang does with its arguments, or we in its place."""
 
 
 def add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:
@@ -80,15 +84,14 @@ def add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:
 
 
 def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
-    """AROUND ServerArgs.from_cli_args: carry our flags to `post_init`."""
+    """AROUND ServerArgs.from_cli_args: our options go with SGLang's arguments."""
     config = _asked_for(args)
     if config is not None and not config.disable:
         hicache_flags.refuse(hicache_flags.given(args))
-    token = _from_flags.set(config)
-    try:
-        return original(cls, hicache_flags.with_defaults(args))
-    finally:
-        _from_flags.reset(token)
+    made = original(cls, hicache_flags.with_defaults(args))
+    if config is not None:
+        arguments.keep_options(made, config.to_dict())
+    return made
 
 
 def _asked_for(args: argparse.Namespace) -> HcConfig | None:
@@ -106,57 +109,83 @@ def _asked_for(args: argparse.Namespace) -> HcConfig | None:
     return None
 
 
-def post_init(original: Callable[[Any], None], args: Any) -> None:
-    """AROUND ServerArgs.__post_init__: choose backends, switch the tier on, refuse what cannot be.
+def begin(args: Any, previous: Step) -> None:
+    """Before anything depends on them: choose backends, switch the tier on, refuse what cannot be.
 
     `sgl.Engine` has no flags: there the options come from the environment (see `CONFIG_ENV`).
     """
-    config = _from_flags.get()
-    if config is None and CONFIG_ENV in os.environ:
+    if arguments.kept_options(args) is None and CONFIG_ENV in os.environ:
         config = HcConfig.from_json(os.environ[CONFIG_ENV])
         if not config.disable:
             hicache_flags.refuse(hicache_flags.changed(args))
-    if config is not None and config.disable:
+        arguments.keep_options(args, config.to_dict())
+    options = arguments.kept_options(args)
+    if options is not None:
+        _begin(args, HcConfig.from_mapping(options, "server arguments"))
+    previous(args)
+
+
+def _begin(args: Any, config: HcConfig) -> None:
+    if config.disable:
         idle = [flag_of(name) for name in config.changed() if name != "disable"]
         if idle:
             logger.warning("sglang-hc: --hc-disable: %s without effect", ", ".join(idle))
-    if config is not None:
-        if not torch.cuda.is_available():
-            chosen = cpu.choose_backends(args)
-            if chosen:
-                logger.info("sglang-hc: no CUDA device; chose %s", ", ".join(chosen))
-        if not config.disable:
-            refuse_modes(args, config)
-            refuse_same_directory(config)
-            if config.remote is not None:
-                from sglang_hc.srt.arguments.storage_backends import check_remote
+    if not torch.cuda.is_available():
+        chosen = cpu.choose_backends(args)
+        if chosen:
+            logger.info("sglang-hc: no CUDA device; chose %s", ", ".join(chosen))
+    if not config.disable:
+        refuse_modes(args, config)
+        refuse_same_directory(config)
+        if config.remote is not None:
+            from sglang_hc.srt.arguments.storage_backends import check_remote
 
-                check_remote(config)
-            drafts = asked(args, "speculative_draft_model_path") is not None
-            if config.overflow == "reembed" and drafts:
-                raise ConfigError(
-                    "--hc-overflow reembed and --speculative-draft-model-path: a draft model's "
-                    "state does not move; use --hc-overflow recompute or leave one of the two out"
-                )
-            if config.schedule == "ready-first" and asked(args, "enable_priority_scheduling"):
-                raise ConfigError(
-                    "--hc-schedule ready-first and --enable-priority-scheduling both put the "
-                    "waiting queue in order; leave one of them out"
-                )
-            choose(args, "radix_cache_backend", "hc")
-            choose(args, "enable_hierarchical_cache", True)
-            # Has SGLang tell the tree of every queued request; its own back end is not built.
-            choose(args, "hicache_storage_backend", "file")
-        if not torch.cuda.is_available():
-            cpu.check_speculation(args)
-        arguments.keep_options(args, config.to_dict())
-        os.environ.setdefault(CUT_KEY_ENV, secrets.token_hex(32))
-    wished = asked(args, "cuda_graph_backend_prefill")
-    original(args)
-    if config is not None and not config.disable:
-        check_prefill_graphs(args, wished)
+            check_remote(config)
+        drafts = asked(args, "speculative_draft_model_path") is not None
+        if config.overflow == "reembed" and drafts:
+            raise ConfigError(
+                "--hc-overflow reembed and --speculative-draft-model-path: a draft model's "
+                "state does not move; use --hc-overflow recompute or leave one of the two out"
+            )
+        if config.schedule == "ready-first" and asked(args, "enable_priority_scheduling"):
+            raise ConfigError(
+                "--hc-schedule ready-first and --enable-priority-scheduling both put the "
+                "waiting queue in order; leave one of them out"
+            )
+        hicache_flags.take_its_place(args)
+    if not torch.cuda.is_available():
+        cpu.check_speculation(args)
+    os.environ.setdefault(CUT_KEY_ENV, secrets.token_hex(32))
+
+
+def graphs_chosen(args: Any, previous: Step) -> None:
+    """Behind the step that chooses CUDA graphs; those after it size memory by that."""
+    previous(args)
+    if config_of(args) is not None:
+        check_prefill_graphs(args)
+
+
+def determinism_chosen(args: Any, previous: Step) -> None:
+    """Behind the step that may switch the radix cache off."""
+    previous(args)
+    if config_of(args) is not None:
         check_radix_cache(args)
-        _refuse_algorithm(arguments.draft_algorithm(args))  # SGLang may have chosen another one
+
+
+def speculation_chosen(args: Any, previous: Step) -> None:
+    """Behind the step that may replace the algorithm of speculative decoding."""
+    previous(args)
+    if config_of(args) is not None:
+        _refuse_algorithm(asked(args, "speculative_algorithm"))
+
+
+STEPS: dict[str, Callable[[Any, Step], None]] = {
+    "handle_hicache_ratio_default": begin,
+    "handle_cuda_graph_config": graphs_chosen,
+    "handle_deterministic_inference": determinism_chosen,
+    "handle_speculative_decoding": speculation_chosen,
+}
+"""Ours, by the name of SGLang's that each is put around."""
 
 
 def check_radix_cache(args: Any) -> None:

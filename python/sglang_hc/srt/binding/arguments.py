@@ -1,7 +1,8 @@
 """SGLang's arguments: the only place that knows where they are and what they are called.
 
 While SGLang resolves them they have names, for our tables of flags: `asked` and `choose`. Behind
-that, what they came to has a function each. `args`: SGLang's `ServerArgs`.
+that, what they came to has a function each. `args`: SGLang's `ServerArgs`, whose fields are what
+was given; what is decided stands beside them, and in the context of the process that serves.
 """
 
 from __future__ import annotations
@@ -9,8 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, Phase
+import msgspec
+from sglang.srt.arg_groups.overrides import (
+    declare_resolution,
+    max_speculative_num_draft_tokens,
+    model_config_of,
+    resolution_result,
+    resolving_view,
+)
+from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, Phase, with_phase
+from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
+
+SOURCE = "sglang-hc"
+"""Who decided, in SGLang's list of decisions."""
 
 
 def of(owner: Any) -> Any:
@@ -23,22 +36,27 @@ def of(owner: Any) -> Any:
 
 def asked(args: Any, name: str) -> Any:
     """An argument as it stands: the user's, or what SGLang or we have put in its place."""
-    return getattr(args, name)
+    return getattr(resolving_view(args), name)
 
 
 def choose(args: Any, name: str, value: object) -> None:
     """Put a value in place of an argument."""
-    setattr(args, name, value)
+    declare_resolution(args, SOURCE, **{name: value})
+
+
+def resolve(args: Any) -> None:
+    """Have SGLang decide what nobody gave, and refuse what does not go together."""
+    args.resolve_once()
 
 
 def default(name: str) -> Any:
     """What SGLang has for an argument that nobody gave."""
-    return getattr(ServerArgs, name)
+    return next(field.default for field in msgspec.structs.fields(ServerArgs) if field.name == name)
 
 
 def keep_options(args: Any, options: dict[str, Any]) -> None:
     """Let our own options go with SGLang's arguments, into every process."""
-    object.__setattr__(args, "_hc_config", options)
+    args._hc_config = options
 
 
 def kept_options(args: Any) -> dict[str, Any] | None:
@@ -46,26 +64,40 @@ def kept_options(args: Any) -> dict[str, Any] | None:
     return getattr(args, "_hc_config", None)
 
 
-def prefill_graphs(args: Any) -> str | None:
-    """SGLang's choice of a back end for CUDA graphs of prefill, one of its `Backend`. None for a
-    dummy model, for which it makes none."""
-    graphs = args.cuda_graph_config
-    return graphs.prefill.backend if isinstance(graphs, CudaGraphConfig) else None
+def prefill_graphs(args: Any) -> str:
+    """SGLang's choice of a back end for CUDA graphs of prefill, one of its `Backend`."""
+    graphs: CudaGraphConfig = asked(args, "cuda_graph_config")
+    return graphs.prefill.backend
 
 
-def prefill_graphs_were_asked(args: Any, wished: str | None) -> bool:
-    """Whether a flag named the back end, and not SGLang. wished: `cuda_graph_backend_prefill` as it
-    was before SGLang resolved it: for some models it writes its own choice there."""
-    chosen_by_sglang = wished is None and args.cuda_graph_backend_prefill is not None
-    return (Phase.PREFILL, "backend") in args._cuda_graph_config_locked and not chosen_by_sglang
+def prefill_graphs_were_asked(args: Any) -> bool:
+    """Whether a flag named the back end, and not SGLang, which for some models chooses by the same
+    argument."""
+    chosen = asked(args, "cuda_graph_backend_prefill") != args.cuda_graph_backend_prefill
+    return (Phase.PREFILL, "backend") in args._cuda_graph_config_locked and not chosen
 
 
 def leave_out_prefill_graphs(args: Any) -> None:
     """Run prefill without CUDA graphs."""
-    args.cuda_graph_config.prefill.backend = Backend.DISABLED
+    graphs = asked(args, "cuda_graph_config")
+    without = with_phase(graphs, Phase.PREFILL, backend=Backend.DISABLED)
+    choose(args, "cuda_graph_config", without)
 
 
 # -- what they came to ---------------------------------------------------------------------------
+
+
+def _now(args: Any, name: str) -> Any:
+    """What was decided. A process that serves with `args` may have changed its mind since."""
+    return get_context().config_leaf(name) if _serves(args) else resolution_result(args, name)
+
+
+def _serves(args: Any) -> bool:
+    """Whether this process serves with them."""
+    try:
+        return get_context().server_args is args
+    except ValueError:  # none do here
+        return False
 
 
 @dataclass(frozen=True)
@@ -86,80 +118,81 @@ class PassSizes:
 
 
 def pass_sizes(args: Any) -> PassSizes:
-    chunk = args.chunked_prefill_size or -1
+    chunk = _now(args, "chunked_prefill_size") or -1
+    graphs: CudaGraphConfig = _now(args, "cuda_graph_config")
     return PassSizes(
         chunk if chunk > 0 else None,
-        args.max_prefill_tokens,
-        args.enable_mixed_chunk,
-        int(args.max_running_requests or 2 * args.cuda_graph_config.decode.max_bs),
-        args.max_speculative_num_draft_tokens or 0,
+        _now(args, "max_prefill_tokens"),
+        _now(args, "enable_mixed_chunk"),
+        int(_now(args, "max_running_requests") or 2 * graphs.decode.max_bs),
+        max_speculative_num_draft_tokens(args) or 0,
     )
 
 
 def quantization(args: Any) -> str | None:
     """How the weights are quantised."""
-    return args.quantization
+    return _now(args, "quantization")
 
 
 def kv_cache_dtype(args: Any) -> str:
     """The flag for the KV pool's elements: "auto" for the model's own type."""
-    return args.kv_cache_dtype
+    return _now(args, "kv_cache_dtype")
 
 
 def attention_backend(args: Any) -> str | None:
-    return args.attention_backend
+    return _now(args, "attention_backend")
 
 
 def is_deterministic(args: Any) -> bool:
     """Whether results are not to depend on the batch."""
-    return args.enable_deterministic_inference
+    return _now(args, "enable_deterministic_inference")
 
 
 def has_radix_cache(args: Any) -> bool:
     """Whether SGLang keeps prefixes. It switches that off for some attention back ends."""
-    return not args.disable_radix_cache
+    return not _now(args, "disable_radix_cache")
 
 
 def may_have_adapters(args: Any) -> bool:
     """Whether LoRAs were named or may come."""
-    return bool(args.enable_lora or args.lora_paths)
+    return bool(_now(args, "enable_lora") or _now(args, "lora_paths"))
 
 
 def runs_adapters(args: Any) -> bool:
     """Whether the model runner has a manager of LoRAs."""
-    return bool(args.enable_lora)
+    return bool(_now(args, "enable_lora"))
 
 
 def has_forward_stream(args: Any) -> bool:
     """Whether passes run on a stream of their own: with overlap scheduling and in a pipeline."""
-    return not args.disable_overlap_schedule or args.pp_size > 1
+    return not _now(args, "disable_overlap_schedule") or _now(args, "pp_size") > 1
 
 
 def first_gpu(args: Any) -> tuple[int, float]:
     """(its number, the share of its memory for weights and KV pool)."""
-    return args.base_gpu_id, args.mem_fraction_static
+    return _now(args, "base_gpu_id"), _now(args, "mem_fraction_static")
 
 
 def replicas(args: Any) -> int:
     """Data-parallel replicas of the server."""
-    return args.dp_size
+    return _now(args, "dp_size")
 
 
 def draft_algorithm(args: Any) -> str | None:
     """Of speculative decoding."""
-    return args.speculative_algorithm
+    return _now(args, "speculative_algorithm")
 
 
 def served_name(args: Any) -> str:
     """What clients call the model."""
-    return str(args.served_model_name or args.model_path)
+    return str(_now(args, "served_model_name") or _now(args, "model_path"))
 
 
 def model_config(args: Any) -> Any:
     """SGLang's `ModelConfig` of the model that they name."""
-    return args.get_model_config()
+    return model_config_of(args)
 
 
 def api_keys(args: Any) -> tuple[str | None, str | None]:
     """(of every client, of administrators)."""
-    return args.api_key, args.admin_api_key
+    return _now(args, "api_key"), _now(args, "admin_api_key")

@@ -1,4 +1,4 @@
-"""What SGLang 0.5.17 needs to serve on a machine without an accelerator."""
+"""What SGLang 0.5.23 needs to serve on a machine without an accelerator."""
 
 from __future__ import annotations
 
@@ -52,15 +52,8 @@ def choose_backends(args: Any) -> list[str]:
         "attention_backend": (None, "torch_native"),
         "sampling_backend": (None, "pytorch"),
         "grammar_backend": (None, "none"),
-        "page_size": (None, 1),
         "sleep_on_idle": (False, True),
     }
-    page = asked(args, "page_size")
-    if page not in (None, 1):
-        raise ConfigError(
-            f"--page-size {page} needs a GPU: without one SGLang allocates single "
-            "tokens; leave the flag out"
-        )
     if asked(args, "grammar_backend") == "xgrammar":
         raise ConfigError(
             "--grammar-backend xgrammar needs a GPU: its masks are made for one, and the first "

@@ -58,6 +58,8 @@ def _checked(argv: Sequence[str]) -> Any:
     _check_flags(argv)
     _check_model(argv)
     server_args = prepare_server_args(list(argv))
+    if config_of(server_args) is not None:
+        arguments.resolve(server_args)
     _check_plan(server_args)
     return server_args
 
