@@ -165,7 +165,7 @@ def main() -> int:
     loaded = load_model(options.model, ["--dtype", options.dtype])
     layers = loaded.runner.model_config.num_hidden_layers
     with torch.no_grad():
-        alone = StartGroup.of(loaded.runner)
+        alone = StartGroup.of_model()
         subject = subject_of(loaded.runner, loaded.layers, loaded.hidden, alone)
         result: dict[str, Any] = {}
         for name, staging in sources(subject, options.tokens).items():
