@@ -36,7 +36,8 @@ OWNERS = {"args", "server_args", "ps", "req", "arguments.of"}
 FIELDS = {
     *("server_args", "_hc_config", "ps", "tp_group", "pp_group", "world_group"),
     *("tp_rank", "tp_size", "pp_rank", "pp_size", "dp_rank", "dp_size"),
-    *("rid", "extra_key", "cache_salt", "lora_id", "prefix_indices", "last_node", "req_pool_idx"),
+    *("rid", "extra_key", "cache_salt", "lora_id", "last_node", "req_pool_idx"),
+    *("cache_request_handle", "prefix_len", "owned_kv_len", "kv_allocated_len"),
     *("host_hit_length", "storage_hit_length", "cache_protected_len", "kv_committed_len"),
     *("cached_tokens", "cached_tokens_host", "cached_tokens_storage", "inflight_middle_chunks"),
     *("full_untruncated_fill_ids", "origin_input_ids", "output_ids", "get_fill_ids"),
@@ -86,7 +87,7 @@ def test_one_room_reads_sglangs_arguments_ranks_and_requests() -> None:
         "args.page_size", "getattr(args, name)", "runner.server_args", "arguments.of(one).dtype",
         "scheduler.ps.pp_size", "runner.tp_group.cpu_group", "from sglang.srt.distributed import x",
         "from sglang.srt.runtime_context import get_parallel", "req.anything", "params.req.rid",
-        "one.prefix_indices", "setattr(one, 'last_node', node)", "self._last.rid", "key.extra_key",
+        "one.prefix_len", "setattr(one, 'last_node', node)", "self._last.rid", "key.extra_key",
         "req.host_hit_length = 0", "hasattr(req, 'x')", "for x in batch.reqs: x.output_ids",
     ):  # fmt: skip
         assert reads_of_sglang(planted), planted

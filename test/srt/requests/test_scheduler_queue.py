@@ -8,6 +8,8 @@ from typing import Any
 
 from hypothesis import example, given
 from hypothesis import strategies as st
+from sglang.srt.managers.schedule_batch import ReqKvInfo
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
 from sglang_hc.queue.requests import Serial
 from sglang_hc.srt.engine.intake import serial_of
@@ -52,7 +54,8 @@ class Server:
     def arrive(self, how: str) -> None:
         req = Request(
             rid=f"r{self.count % RIDS}",
-            req_pool_idx=None,
+            cache_request_handle=CacheRequestHandle(f"r{self.count % RIDS}", 0),
+            kv=ReqKvInfo(),
             full_untruncated_fill_ids=array("q", [1]),
             extra_key=None,
             sampling_params=SimpleNamespace(custom_params=None),
@@ -61,7 +64,7 @@ class Server:
         if how == "matched":
             self.waiting.matched(req)
             self.known.add(serial_of(req))
-        self.waiting.queued(req.rid)
+        self.waiting.queued(req.cache_request_handle)
         self.waiting_queue.append(req)
 
     def admit(self, places: list[int]) -> None:
@@ -70,12 +73,11 @@ class Server:
         self.waiting.arrange(self.waiting_queue)
         stay = []
         for at, req in enumerate(self.waiting_queue):
-            if at not in places and at % 2:
-                self.waiting.skipped(req)
-            else:
-                assert self.waiting.ready(req.rid) and self.waiting.last_asked is req
+            if at in places or not at % 2:  # SGLang passes over some without asking
+                assert self.waiting.ready(req.cache_request_handle)
+                assert self.waiting.last_asked is req
             (self.running if at in places else stay).append(req)
-            req.req_pool_idx = 0 if at in places else None
+            req.kv.req_pool_idx = 0 if at in places else None
         self.waiting_queue = stay
 
     def abort(self, at: int) -> None:
@@ -90,7 +92,7 @@ class Server:
         if at < len(self.running):
             req = self.running.pop(at)
             self.waiting.finished(req, 1)
-            req.req_pool_idx = None
+            req.kv.req_pool_idx = None
 
     def retract(self, at: int) -> None:
         if at < len(self.running):
@@ -98,7 +100,7 @@ class Server:
             self.finish(at)
             self.waiting.matched(req)
             self.known.add(serial_of(req))
-            self.waiting.queued(req.rid)
+            self.waiting.queued(req.cache_request_handle)
             self.waiting_queue.append(req)
 
     def look(self, _: None) -> None:

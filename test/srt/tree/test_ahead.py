@@ -77,7 +77,7 @@ class Queue:
     def come(self, number: int, words: str) -> Serial:
         tokens = unpack_tokens(tokens_of(words + "q")).tolist()
         req = SimpleNamespace(
-            full_untruncated_fill_ids=tokens, prefix_indices=(),
+            full_untruncated_fill_ids=tokens, prefix_len=0,
             _compute_max_prefix_len=lambda length: length - 1, **{SERIAL: Serial(number)},
         )  # fmt: skip
         self.queue.append(req)
@@ -96,10 +96,12 @@ class Queue:
     def restored(self, request: Serial) -> list[int]:
         return sorted(self.blocks.of(request).restored)
 
-    def place(self, which: int, stop: int, *, met: bool = False) -> Placed | Reason:
-        req = self.queue[which]
+    def place(self, stop: int) -> Placed | Reason:
+        """As SGLang admits the first request: what is promised is kept."""
+        req, tree = self.queue[0], cast(DeviceTree, self.tree)
         nodes = self.host.tree.match(self._look_at(getattr(req, SERIAL)).prompt).nodes
-        return self.ahead.place(cast(DeviceTree, self.tree), req, nodes, stop, met=met)
+        promised = self.ahead.promise(tree, req, nodes, stop)
+        return self.ahead.place(tree, req, nodes, promised, met=False)
 
 
 WORDS = ("abcdef", "abcdgh", "abcdefij")
@@ -177,9 +179,10 @@ def test_what_is_left_to_restore_is_weighed(rest: Choice) -> None:
     stop = 6 * BLOCK_TOKENS
     planner = cast(Planner, queue.planner)
     planner.asked.clear()
-    placed = queue.place(0, stop)
+    placed = queue.place(stop)
     assert isinstance(placed, Placed)
     assert planner.asked[0] == (2 * BLOCK_TOKENS, 4 * BLOCK_TOKENS, BLOCK_TOKENS)
+    assert len(planner.asked) == (2 if rest is Choice.RECOMPUTE_MORE else 1), "asked once"
     if rest is Choice.LOAD:
         assert placed.early == 4 * BLOCK_TOKENS and placed.missing == [(256, 384)]
     elif rest is Choice.REFUSE:
@@ -200,7 +203,8 @@ def test_what_is_left_of_a_met_history_is_not_weighed_but_its_copies_are_counted
     assert planner.backlog > 0
 
 
-def test_an_error_before_the_slots_are_placed_loses_none() -> None:
+@pytest.mark.parametrize("where", ["choose", "allocate"])
+def test_an_error_before_the_slots_are_placed_loses_none(where: str) -> None:
     queue = Queue()
     keep(queue.host, tokens_of(WORDS[0]))
     queue.come(1, WORDS[0])
@@ -210,7 +214,22 @@ def test_an_error_before_the_slots_are_placed_loses_none() -> None:
     def broken(*_: Any) -> RestorePlan:
         raise OSError("planted")
 
-    queue.planner.choose = broken  # type: ignore[method-assign]
+    setattr(queue.planner if where == "choose" else queue.tree, where, broken)
     with pytest.raises(OSError, match="planted"):
-        queue.place(0, 6 * BLOCK_TOKENS)
-    assert queue.tree.free == SLOTS and queue.blocks.tokens == 0
+        queue.place(6 * BLOCK_TOKENS)
+    assert queue.tree.free + queue.blocks.tokens == SLOTS
+    assert where == "choose" or queue.blocks.tokens == 0, "they were handed over"
+
+
+def test_what_was_promised_is_given_whole_or_not_at_all() -> None:
+    """SGLang ends the scheduler's process where it gets a part."""
+    queue = Queue(cast(RestorePlanner, Planner(Choice.REFUSE)))
+    keep(queue.host, tokens_of(WORDS[0]))
+    queue.come(1, WORDS[0])
+    queue.a_pass()
+    queue.a_pass()
+    req, tree = queue.queue[0], cast(DeviceTree, queue.tree)
+    nodes = queue.host.tree.match(queue._look_at(getattr(req, SERIAL)).prompt).nodes
+    assert queue.ahead.promise(tree, req, nodes, 6 * BLOCK_TOKENS) == 4 * BLOCK_TOKENS
+    refused = queue.ahead.place(tree, req, nodes, 6 * BLOCK_TOKENS, met=False)
+    assert isinstance(refused, Reason) and queue.tree.free + queue.blocks.tokens == SLOTS

@@ -100,7 +100,11 @@ def test_with_nobody_waiting_it_is_sglangs_own_order(history: Any) -> None:
             assert results[0] == results[1]
         else:
             found = [tree.match_prefix(MatchPrefixParams(key=key)) for tree in (stock, cache)]
-            assert found[0].device_indices.tolist() == found[1].device_indices.tolist()
+            slots = [
+                tree.path_device_indices(one.last_device_node)
+                for tree, one in zip((stock, cache), found, strict=True)
+            ]
+            assert slots[0].tolist() == slots[1].tolist()
             if action == "lock":
                 nodes = (found[0].last_device_node, found[1].last_device_node)
                 for tree, node in zip((stock, cache), nodes, strict=True):

@@ -65,7 +65,7 @@ class Subject:
         usable = self.tiers.host.tree.match(Prefix(salt, pack_tokens(tokens))).ready.tokens
         req: Any = SimpleNamespace(rid="r", extra_key=salt, full_untruncated_fill_ids=tokens)
         found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens, salt), req=req))
-        assert found.host_hit_length == max(usable - len(found.device_indices), 0)
+        assert found.host_hit_length == max(usable - found.device_prefix_len, 0)
         return req, usable if found.host_hit_length else 0
 
     def admit(self, word: str, length: int, salt: str | None) -> None:

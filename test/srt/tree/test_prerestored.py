@@ -161,7 +161,7 @@ def restore_what_came(
     nobody: Any = None
     ahead = RestoreAhead(world.early, nobody, nobody, nobody, nobody)
     req = SimpleNamespace(
-        prefix_indices=range(world.head), full_untruncated_fill_ids=range(prompt),
+        prefix_len=world.head, full_untruncated_fill_ids=range(prompt),
         _compute_max_prefix_len=lambda length: length - 1, **{SERIAL: ME},
     )  # fmt: skip
     tree = cast(DeviceTree, Tree())
