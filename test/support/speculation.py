@@ -113,10 +113,11 @@ def install(overlap: bool) -> None:
     for name in (
         "sglang.kernels.ops.speculative.cache_locs",
         "sglang.kernels.ops.speculative.eagle",
+        "sglang.kernels.ops.speculative.spec_tree",
         "sglang.srt.mem_cache.allocation",
         "sglang.srt.speculative.eagle_utils",
-        "sglang.srt.speculative.spec_utils",
         "sglang.srt.speculative.eagle_worker_common",
+        "sglang.srt.speculative.eagle_worker_v2",
         "sglang.srt.speculative.ngram_worker",
     ):
         importlib.import_module(name).__dict__.update(ops, _is_cpu=True)
@@ -151,11 +152,7 @@ def _sample_as_on_a_gpu() -> None:
     (`eagle_sample`); here by its code for GPUs, with coins that depend on the position alone."""
     from sglang.srt.speculative import eagle_utils
 
-    sys.modules["sgl_kernel"].__dict__.update(
-        top_k_renorm_prob=None,  # asked for with top-k and top-p only
-        top_p_renorm_prob=None,
-        tree_speculative_sampling_target_only=kernels.verify_sampled,
-    )
+    eagle_utils.tree_speculative_sampling_target_only = kernels.verify_sampled
     eagle_utils._verify_coins = kernels.coins_by_position
     throw_known_coins()
 

@@ -1,17 +1,35 @@
-"""Ranks that start together as threads of one process: the group without a network."""
+"""Ranks that start together as threads of one process: the group without a network. And what SGLang
+says of a rank, which it keeps for a whole process."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, TypeVar
+from unittest import mock
 
+from sglang.srt.runtime_context import _parallel_fields
+
+from sglang_hc.srt.binding import parallel
 from sglang_hc.srt.ranks.start_group import StartGroup
 from support.waiting import HANGS_S
 
 T = TypeVar("T")
+
+_ONE_AT_A_TIME = threading.Lock()
+
+
+@contextlib.contextmanager
+def as_rank(**place: Any) -> Iterator[None]:
+    """Inside, SGLang says this of the rank: `tp_rank=1, tp_size=2`."""
+    assert set(place) <= _parallel_fields(), "it says no such thing"
+    said = SimpleNamespace(**place)
+    with _ONE_AT_A_TIME, mock.patch.object(parallel, "get_parallel", lambda: said):
+        yield
 
 
 class Meeting:

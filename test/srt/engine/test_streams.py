@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.server_args import ServerArgs
 
 from sglang_hc.srt.engine.streams import ComputeStream
 from support.happens_before import LATE, Clocks
@@ -29,7 +30,9 @@ def test_work_runs_where_the_model_runs(clocks: Clocks, overlap: bool, stages: i
     served = SimpleNamespace(
         device="cpu",
         forward_stream=clocks.stream("forward"),
-        server_args=SimpleNamespace(disable_overlap_schedule=not overlap, pp_size=stages),
+        server_args=ServerArgs(
+            model_path="dummy", disable_overlap_schedule=not overlap, pp_size=stages
+        ),
     )
     serial = not overlap and stages == 1
     schedule = clocks.stream("scheduler")

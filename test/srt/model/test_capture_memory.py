@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+from sglang.srt.server_args import ServerArgs
 
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import LayerPlan, StateShape
@@ -21,6 +24,7 @@ from sglang_hc.srt.model.capture_memory import (
 )
 from sglang_hc.srt.ranks.start_group import StartGroup
 from support.ledger import MODELS, Entry, ledger, table
+from support.start_groups import as_rank
 
 ROOT = Path(__file__).resolve().parents[3]
 ALONE = StartGroup(0, 1)
@@ -56,10 +60,9 @@ def test_the_manual_has_the_table(entries: list[Entry]) -> None:
 def args_of(**given: Any) -> Any:
     values = {
         "chunked_prefill_size": 2048, "max_running_requests": 16, "max_prefill_tokens": 16384,
-        "enable_mixed_chunk": False, "max_speculative_num_draft_tokens": None,
+        "cuda_graph_config": CudaGraphConfig(decode=PhaseConfig(max_bs=32)),
     }  # fmt: skip
-    graphs = SimpleNamespace(decode=SimpleNamespace(max_bs=32))
-    return SimpleNamespace(**values | given, cuda_graph_config=graphs)
+    return ServerArgs(model_path="dummy", **values | given)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +71,8 @@ def args_of(**given: Any) -> Any:
         ({}, 4096, 2048),
         ({"enable_mixed_chunk": True}, 4096, 2064),
         ({"max_running_requests": 2049}, 4096, 2049),
-        ({"max_speculative_num_draft_tokens": 128}, 4096, 2048),
-        ({"max_speculative_num_draft_tokens": 129}, 4096, 2064),
+        ({"speculative_num_draft_tokens": 128}, 4096, 2048),
+        ({"speculative_num_draft_tokens": 129}, 4096, 2064),
         ({"chunked_prefill_size": 32, "max_running_requests": None}, 4096, 64),
         ({"chunked_prefill_size": 65_536}, 131_072, 65_536),
         ({"chunked_prefill_size": -1, "max_prefill_tokens": 1000}, UNCHUNKED_ROWS, UNCHUNKED_ROWS),
@@ -87,13 +90,20 @@ def test_the_ring_is_a_pass_or_a_share_of_the_device(gib: float, ring: int) -> N
     assert capture_sizes(args_of(), plan, SHAPE, 4096, int(gib * 2**30)).ring_bytes == ring
 
 
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    with as_rank(tp_rank=0, tp_size=1):
+        yield
+
+
 def runner_of(args: Any, context: int) -> Any:
     return SimpleNamespace(
         server_args=args, model_config=SimpleNamespace(context_len=context, hidden_size=16),
-        dtype=torch.float32, model=torch.nn.Linear(1, 1), ps=SimpleNamespace(tp_size=1),
+        dtype=torch.float32, model=torch.nn.Linear(1, 1),
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("context", "told"), [(UNCHUNKED_ROWS, False), (UNCHUNKED_ROWS + 1, True)])
 def test_a_pass_longer_than_the_taps_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, context: int, told: bool
@@ -108,6 +118,7 @@ def test_a_pass_longer_than_the_taps_is_said_once(
     assert len([r for r in caplog.records if "hidden states of its" in r.message]) == told
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_a_device_without_room_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture_memory, "model_shape", lambda _: SHAPE)
     args = args_of(chunked_prefill_size=10**13)
@@ -122,7 +133,7 @@ def test_a_device_without_room_is_one_sentence(monkeypatch: pytest.MonkeyPatch) 
 def test_verified_rows_take_memory_only_where_passes_are_verified() -> None:
     plan = LayerPlan(0, 2, 0)
     plain = capture_sizes(args_of(), plan, SHAPE, 4096, None)
-    verifying = capture_sizes(args_of(max_speculative_num_draft_tokens=4), plan, SHAPE, 4096, None)
+    verifying = capture_sizes(args_of(speculative_num_draft_tokens=4), plan, SHAPE, 4096, None)
     assert (plain.verified_rows, verifying.verified_rows) == (0, 64)
     # Two passes of 16 requests with 4 rows each, in two layers.
     assert verifying.bytes - plain.bytes == 2 * 64 * 2 * SHAPE.hidden_bytes

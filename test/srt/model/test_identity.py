@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.server_args import ServerArgs
 from transformers import LlamaConfig
 
 from sglang_hc.srt.model.identity import SAMPLES, adapter_digest, model_identity, weights_digest
@@ -72,11 +73,10 @@ def test_an_empty_parameter_is_no_trouble() -> None:
 
 
 def runner(path: str = "/a/model", rope_theta: float = 1e4, **flags: str) -> SimpleNamespace:
-    args = {"quantization": None, "kv_cache_dtype": "auto"}
     config = LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": rope_theta})
     config._name_or_path = path
     return SimpleNamespace(
-        server_args=SimpleNamespace(**{**args, "attention_backend": "torch_native", **flags}),
+        server_args=ServerArgs(model_path=path, **{"attention_backend": "torch_native", **flags}),
         model_config=SimpleNamespace(hf_config=config),
         model=model(),
     )

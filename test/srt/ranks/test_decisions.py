@@ -11,6 +11,7 @@ import pytest
 
 from sglang_hc.srt.ranks.decisions import NextStage
 from sglang_hc.tiers.tiers import FETCHING_S, KEEPING_S, WAITING_S, Tiers
+from support.start_groups import as_rank
 
 
 def tiers(*, coming: int = 0, meets: bool = False, waiting: int = 0, is_timed: bool = False) -> Any:
@@ -45,8 +46,7 @@ def test_without_a_disk_only_turns_and_pins_count() -> None:
 class Pipeline:
     """What `NextStage` asks of a scheduler."""
 
-    def __init__(self, stage: int, stages: int) -> None:
-        self.ps = SimpleNamespace(pp_rank=stage, pp_size=stages)
+    def __init__(self) -> None:
         self.began: list[Any] = []
 
     def _pp_send_pyobj_to_next_stage(self, requests: list[Any], async_send: bool) -> list[Any]:
@@ -54,9 +54,14 @@ class Pipeline:
         return [f"{requests} on its way"]
 
 
+def stage_of(number: int, stages: int) -> tuple[Pipeline, NextStage]:
+    scheduler = Pipeline()
+    with as_rank(pp_rank=number, pp_size=stages):
+        return scheduler, NextStage(scheduler)
+
+
 def test_requests_go_on_before_they_are_handled_and_only_once() -> None:
-    scheduler = Pipeline(1, 3)
-    stage = NextStage(scheduler)
+    scheduler, stage = stage_of(1, 3)
     for requests in (["a"], []):
         stage.send(requests)
         assert scheduler.began[-1] == requests
@@ -67,16 +72,15 @@ def test_requests_go_on_before_they_are_handled_and_only_once() -> None:
 
 
 def test_what_the_scheduler_has_not_asked_for_is_kept_while_it_is_sent() -> None:
-    scheduler = Pipeline(0, 2)
-    stage = NextStage(scheduler)
+    scheduler, stage = stage_of(0, 2)
     stage.send([1])
     stage.send([2])
     both = scheduler._pp_send_pyobj_to_next_stage([2], async_send=True)
     assert both == ["[1] on its way", "[2] on its way"]
 
 
-@pytest.mark.parametrize(("stage", "stages"), [(0, 1), (2, 3)])
-def test_from_the_last_stage_requests_go_nowhere(stage: int, stages: int) -> None:
-    scheduler = Pipeline(stage, stages)
-    NextStage(scheduler).send([1])
+@pytest.mark.parametrize(("number", "stages"), [(0, 1), (2, 3)])
+def test_from_the_last_stage_requests_go_nowhere(number: int, stages: int) -> None:
+    scheduler, stage = stage_of(number, stages)
+    stage.send([1])
     assert scheduler.began == []

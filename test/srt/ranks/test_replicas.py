@@ -7,19 +7,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.server_args import ServerArgs
 
 from sglang_hc.config import GIB, HcConfig
 from sglang_hc.srt.ranks.replicas import Place, directories, host_share, place_of
 from sglang_hc.store.disk import DirectorySpec, DiskStore, Outcome, StoredModel
 from sglang_hc.store.disk.format import part_of
 from support.disk_store import FINGERPRINT, LAYOUT, SMALL, make_path, put, read_bytes
+from support.start_groups import as_rank
 
 
 def test_a_single_server_keeps_what_the_user_gave(tmp_path: Path) -> None:
-    ps = SimpleNamespace(dp_rank=None, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)
-    runner = SimpleNamespace(ps=ps, server_args=SimpleNamespace(dp_size=1))
+    runner = SimpleNamespace(server_args=ServerArgs(model_path="dummy"))
     config = HcConfig(host_size_gb=1.0, disk=(f"{tmp_path}:3", str(tmp_path)))
-    alone = place_of(runner)
+    with as_rank(dp_rank=None, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1):
+        alone = place_of(runner)
     assert host_share(config, alone) == GIB
     assert directories(config.disk, alone) == tuple(map(DirectorySpec.parse, config.disk))
     assert alone.part == alone.suffix == "" and not any(tmp_path.iterdir())

@@ -14,7 +14,7 @@ from sglang_hc.srt.model.columns import all_columns, columns_of
 from sglang_hc.srt.model.exactness import HiddenProof, of_all_ranks
 from sglang_hc.srt.model.model_state import _for_all, _plan, refuse_model
 from sglang_hc.srt.ranks.start_group import StartGroup
-from support.start_groups import on_ranks
+from support.start_groups import as_rank, on_ranks
 
 
 def test_the_smallest_size_the_largest_time_and_the_first_reason_count() -> None:
@@ -112,11 +112,6 @@ def test_hidden_form_is_exact_where_every_rank_proved_it() -> None:
     assert of_all_ranks(proofs[1], StartGroup(0, 1)) == proofs[1]
 
 
-def runner(group: StartGroup) -> SimpleNamespace:
-    ps = SimpleNamespace(tp_rank=group.rank, tp_size=group.size)
-    return SimpleNamespace(ps=ps, tp_group=Gathering(group))
-
-
 class Gathering:
     """The group of SGLang, among threads."""
 
@@ -131,7 +126,8 @@ def test_columns_of_all_ranks_are_the_whole_rows() -> None:
     whole = torch.arange(40.0).view(5, 8)
 
     def on_rank(group: StartGroup) -> torch.Tensor:
-        columns = columns_of(runner(group), 8)
+        with as_rank(tp_rank=group.rank, tp_size=4, tp_group=Gathering(group)):
+            columns = columns_of(8)
         assert columns.count == 2
         return columns.whole(columns.of(whole))
 
@@ -142,6 +138,7 @@ def test_columns_of_all_ranks_are_the_whole_rows() -> None:
 def test_rows_that_ranks_cannot_divide_are_kept_whole() -> None:
     whole = torch.arange(40.0).view(5, 8)
     for ranks in (1, 3):
-        columns = columns_of(runner(StartGroup(0, ranks)), 8)
+        with as_rank(tp_rank=0, tp_size=ranks):
+            columns = columns_of(8)
         assert columns == all_columns(8)
         assert torch.equal(columns.of(whole), whole) and columns.whole(whole) is whole

@@ -1,6 +1,7 @@
 """The ranks of one model, and the groups in which they exchange tensors.
 
-`owner`: SGLang's model runner or scheduler, whose ranks are asked for.
+SGLang keeps both for the process, which runs one rank: known once it has published its arguments,
+the groups once its scheduler has made them.
 """
 
 from __future__ import annotations
@@ -8,44 +9,45 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.distributed import get_world_group, tensor_model_parallel_all_reduce
-from sglang.srt.distributed.parallel_state_wrapper import ParallelState
+from sglang.srt.distributed import tensor_model_parallel_all_reduce
+from sglang.srt.distributed.bootstrap import init_layer_runtime, init_parallel_runtime
+from sglang.srt.runtime_context import SpawnRanks, get_device, get_parallel
 
 
-def tp_rank(owner: Any) -> int:
+def tp_rank() -> int:
     """This rank among those that have the same layers."""
-    return owner.ps.tp_rank
+    return get_parallel().tp_rank
 
 
-def tp_size(owner: Any) -> int:
+def tp_size() -> int:
     """Ranks that have the same layers, each its part of them."""
-    return owner.ps.tp_size
+    return get_parallel().tp_size
 
 
-def pp_rank(owner: Any) -> int:
+def pp_rank() -> int:
     """The stage of this rank."""
-    return owner.ps.pp_rank
+    return get_parallel().pp_rank
 
 
-def pp_size(owner: Any) -> int:
+def pp_size() -> int:
     """Stages of the pipeline, each with some of the layers."""
-    return owner.ps.pp_size
+    return get_parallel().pp_size
 
 
-def dp_rank(owner: Any) -> int:
+def dp_rank() -> int:
     """The data-parallel replica of this rank; 0 for the only one."""
-    return owner.ps.dp_rank or 0
+    return get_parallel().dp_rank or 0
 
 
-def tp_group(runner: Any) -> Any:
+def tp_group() -> Any:
     """SGLang's group of the ranks that have the same layers: `all_gather(tensor, dim)` on the
     device, and `cpu_group`, a gloo group."""
-    return runner.tp_group
+    return get_parallel().tp_group
 
 
 def world_cpu_group() -> Any:
     """The gloo group of all ranks of a model."""
-    return get_world_group().cpu_group
+    return get_parallel().world_group.cpu_group
 
 
 def sum_over_ranks(rows: torch.Tensor) -> torch.Tensor:
@@ -54,11 +56,13 @@ def sum_over_ranks(rows: torch.Tensor) -> torch.Tensor:
     return tensor_model_parallel_all_reduce(rows)
 
 
-def one_rank(gpu: int) -> ParallelState:
-    """The state of a process that has all of the model, on this GPU."""
-    return ParallelState(
-        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, dp_rank=None, dp_size=1,
-        attn_tp_rank=0, attn_tp_size=1, attn_cp_rank=0, attn_cp_size=1,
-        attn_dp_rank=0, attn_dp_size=1, moe_ep_rank=0, moe_ep_size=1,
-        moe_dp_rank=None, moe_dp_size=1, dcp_size=1, gpu_id=gpu,
-    )  # fmt: skip
+def one_rank(gpu: int) -> SpawnRanks:
+    """The place of a process that has all of the model, on this GPU."""
+    return SpawnRanks(world_rank=0, gpu_id=gpu)
+
+
+def make_groups(args: Any, model_config: Any, port: int) -> None:
+    """The groups of a process without a scheduler, once its arguments are published. port: for the
+    ranks to meet at."""
+    init_parallel_runtime(server_args=args, device=get_device().device, dist_port=port)
+    init_layer_runtime(model_config=model_config)

@@ -29,7 +29,7 @@ class OwnScheduler:
         """All requests that were queued, with whose last pass is being looked at."""
         scheduler: Any = self._scheduler()
         batches = [scheduler.running_batch, scheduler.last_batch]
-        if parallel.pp_size(scheduler) > 1:
+        if parallel.pp_size() > 1:
             batches = [*scheduler.running_mbs, *scheduler.mbs]
         batches += [batch for batch, *_ in getattr(scheduler, "result_queue", ())]
         found = [*scheduler.waiting_queue]
@@ -43,7 +43,7 @@ class OwnScheduler:
         """Whether a batch may be on its way through a pipeline. Then stages cannot wait for each
         other, and nothing may be cleared."""
         scheduler = self._scheduler()
-        return parallel.pp_size(scheduler) > 1 and not scheduler.is_fully_idle()  # type: ignore[union-attr]
+        return parallel.pp_size() > 1 and not scheduler.is_fully_idle()  # type: ignore[union-attr]
 
     @property
     def decoding(self) -> int:

@@ -93,7 +93,7 @@ def measured(
 def fingerprint(runner: Any, disks: tuple[str, ...], hidden: bool) -> str:
     """What the costs depend on, in words: model geometry, types, device, disks, versions."""
     args = arguments.of(runner)
-    ranks, stages = parallel.tp_size(runner), parallel.pp_size(runner)
+    ranks, stages = parallel.tp_size(), parallel.pp_size()
     config = runner.model_config.hf_config.to_json_string(use_diff=False)
     digest = hashlib.blake2b(config.encode(), digest_size=8).hexdigest()
     parts = [

@@ -136,7 +136,7 @@ def take_capture_memory(runner: Any, plan: LayerPlan, group: StartGroup) -> Capt
         taps = verified = ring = staging = None
         if plan.hidden:
             width = layer.hidden_bytes // runner.dtype.itemsize
-            first = columns_of(runner, runner.model_config.hidden_size).first
+            first = columns_of(runner.model_config.hidden_size).first
             branch = _tap_branch(runner, device)
             taps = TapBuffer(plan.hidden, sizes.rows, width, runner.dtype, device, branch, first)
             if sizes.verified_rows:

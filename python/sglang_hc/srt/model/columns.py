@@ -46,11 +46,11 @@ def all_columns(width: int) -> Columns:
     return Columns(0, width)
 
 
-def columns_of(runner: Any, width: int) -> Columns:
+def columns_of(width: int) -> Columns:
     """What this rank keeps of rows of `width` elements, or bytes: its part of them where they can
     be divided evenly, and else the whole rows."""
-    ranks = parallel.tp_size(runner)
+    ranks = parallel.tp_size()
     if ranks == 1 or width % ranks:
         return all_columns(width)
     count = width // ranks
-    return Columns(parallel.tp_rank(runner) * count, count, ranks, parallel.tp_group(runner))
+    return Columns(parallel.tp_rank() * count, count, ranks, parallel.tp_group())

@@ -87,7 +87,7 @@ def after_load_model(result: Any, self: Any) -> None:
     config = config_of(arguments.of(self))
     if config is None or self.is_draft_worker:
         return
-    group = StartGroup.of(self)
+    group = StartGroup.of_model()
     refuse_model(self.model, group)
     layers = families.restorable_layers(self.model)
     prepare(arguments.of(self), layers, config.exact)
@@ -99,11 +99,11 @@ def after_load_model(result: Any, self: Any) -> None:
         reason = disagreement(proof, self.dtype) or _not_proven(self, config, proof)
     cost = calibrate.cost_model(self, config, layers, reason is None, group)
     held = families.held_layers(self.model, self.model_config.num_hidden_layers)
-    stages = group.each(len(held))[:: parallel.tp_size(self)]
+    stages = group.each(len(held))[:: parallel.tp_size()]
     plan = group.first(lambda: _plan(self, config, cost, reason, stages))
     if cost is not None and config.forms == "auto":
         cost.plan = plan  # on every rank, for the next start
-    own = plan.over(stages)[parallel.pp_rank(self)]
+    own = plan.over(stages)[parallel.pp_rank()]
     if layers is not None and not plan.hidden:
         use_plain_products(layers)
     memory = take_capture_memory(self, own, group)
@@ -220,7 +220,7 @@ def _auto(
         # Whether recomputation is bit-exact is known when there is a KV pool, later than the plan.
         # In a pipeline only layers of its first stage could be, which the costs do not know.
         allow_recompute=not config.exact
-        and parallel.pp_size(runner) == 1
+        and parallel.pp_size() == 1
         and recompute_excluded(arguments.of(runner), type(runner.model).__name__) is None,
     )
     return found if reason is None else found._replace(explanation=f"{found.explanation}; {reason}")

@@ -26,6 +26,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.runtime_context import get_model
 
 from sglang_hc.capture.taps import TapBuffer
 from sglang_hc.config import HcConfig
@@ -143,11 +144,17 @@ class LayerRecomputer:
         batch = _batch(tokens, slots, start, runner.spec_algorithm)
         if decode:
             batch.forward_mode = ForwardMode.DECODE
+        runner.kv_index_translator.bind_own_plan(batch)
         if arguments.runs_adapters(arguments.of(runner)):
             batch.lora_ids = [adapter]
             runner.lora_manager.fetch_new_loras({adapter})
             runner.lora_manager.prepare_lora_batch(batch)
-        with forward_context(ForwardContext(attn_backend=runner.attn_backend)):
+        context = ForwardContext(attn_backend=runner.attn_backend)
+        experts = runner.model.shared_experts_config
+        with (
+            get_model().override(shared_experts=experts),
+            forward_context(context, forward_batch=batch),
+        ):
             runner.attn_backend.init_forward_metadata(batch)
             try:
                 runner.model.forward(batch.input_ids, batch.positions, batch)
@@ -263,7 +270,7 @@ def _batch(tokens: torch.Tensor, slots: torch.Tensor, start: int, algorithm: Any
         extend_prefix_lens_cpu=[start],
         extend_seq_lens_cpu=[new],
         extend_logprob_start_lens_cpu=[new],
-        num_token_non_padded_cpu=new,
+        global_num_token_non_padded_cpu=new,
     )
 
 

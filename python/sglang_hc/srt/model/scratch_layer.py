@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from sglang_hc.forms import StateShape
 from sglang_hc.restore.probe import LAYERS, ROWS, Subject
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt.binding import arguments, parallel
-from sglang_hc.srt.model.columns import Columns, columns_of
+from sglang_hc.srt.model.columns import columns_of
 from sglang_hc.srt.model.families import LayerAdapter
 from sglang_hc.srt.ranks.start_group import StartGroup
 
@@ -45,7 +44,7 @@ def subject_of(
     rows = min(ROWS, runner.model_config.context_len)
     device, shape = torch.device(runner.device), model_shape(runner)
     middle = layers[len(layers) // 2] if layers is not None and hidden else None
-    sink = _ScratchRows(shape.kv_parts, rows, device, middle, partial(columns_of, runner))
+    sink = _ScratchRows(shape.kv_parts, rows, device, middle)
     staging = StagingRing.sized_for(shape, device, copy_stream_for(device))
     return Subject(shape, staging, sink, stand_in(runner, rows), rows, hidden, group.most)
 
@@ -56,11 +55,11 @@ def model_shape(runner: Any) -> StateShape:
     radix = _attention_in(runner.model)
     if config.attention_arch == AttentionArch.MLA:
         row = (config.kv_lora_rank + config.qk_rope_head_dim) * width
-        parts: tuple[int, ...] = (columns_of(runner, row).count,)
+        parts: tuple[int, ...] = (columns_of(row).count,)
     else:
         row = radix.tp_k_head_num * width
         parts = row * radix.qk_head_dim, row * radix.v_head_dim
-    hidden = columns_of(runner, config.hidden_size).count * runner.dtype.itemsize
+    hidden = columns_of(config.hidden_size).count * runner.dtype.itemsize
     return StateShape(_layers_of(runner.model), hidden, parts, str(runner.dtype))
 
 
@@ -134,7 +133,7 @@ def stand_in(runner: Any, rows: int) -> Prefill:
         mask = causal_lower_right(new, length)
         seen = heads[:, :, :length]
         scaled_dot_product_attention(heads[:, :, :new], seen, seen, attn_mask=mask)
-        if parallel.tp_size(runner) > 1:
+        if parallel.tp_size() > 1:
             for _ in range(2):
                 parallel.sum_over_ranks(states[:new].clone())
 
@@ -150,12 +149,10 @@ class _ScratchRows:
         rows: int,
         device: torch.device,
         adapter: LayerAdapter | None,
-        columns: Callable[[int], Columns],
     ) -> None:
         """adapter: of the layer that hidden states are projected by; None for a model without a
-        projection of ours. columns: what this rank keeps of hidden states, by their width."""
+        projection of ours."""
         self._adapter = adapter
-        self._columns = columns
         self._rows = [
             [torch.zeros((rows, part), dtype=torch.uint8, device=device) for part in parts]
             for _ in range(LAYERS)
@@ -166,7 +163,7 @@ class _ScratchRows:
     ) -> None:
         assert self._adapter is not None, "hidden states of this model cannot be projected"
         weight = self._adapter.qkv.weight
-        states = self._columns(weight.shape[1]).whole(hidden.view(weight.dtype))
+        states = columns_of(weight.shape[1]).whole(hidden.view(weight.dtype))
         parts = [part.flatten(1).contiguous() for part in self._adapter.project(states, positions)]
         self.write_kv(layer, [part.view(torch.uint8) for part in parts], slots)
 

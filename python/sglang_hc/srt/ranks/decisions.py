@@ -57,7 +57,7 @@ class NextStage:
     def __init__(self, scheduler: Any) -> None:
         """Sends in place of the scheduler, which keeps what is being sent until it is there."""
         self._send = scheduler._pp_send_pyobj_to_next_stage
-        self._is_last = parallel.pp_rank(scheduler) == parallel.pp_size(scheduler) - 1
+        self._is_last = parallel.pp_rank() == parallel.pp_size() - 1
         self.sent: list[Any] = []
         if not self._is_last:
             scheduler._pp_send_pyobj_to_next_stage = self._take_sent
@@ -79,8 +79,8 @@ class VotingReceiver(SchedulerRequestReceiver):
     ranks: Agreement
     next_stage: NextStage
 
-    def recv_requests(self) -> list[Any]:
-        requests: list[Any] = super().recv_requests()
+    def recv_requests(self, local_reqs: list[Any] | None = None) -> list[Any]:
+        requests: list[Any] = super().recv_requests(local_reqs)
         self.next_stage.send(requests)
         return requests
 

@@ -48,12 +48,12 @@ class Place(NamedTuple):
 def place_of(runner: Any) -> Place:
     """Which scheduler a model runner belongs to."""
     return Place(
-        parallel.dp_rank(runner),
+        parallel.dp_rank(),
         arguments.replicas(arguments.of(runner)),
-        parallel.tp_rank(runner),
-        parallel.tp_size(runner),
-        parallel.pp_rank(runner),
-        parallel.pp_size(runner),
+        parallel.tp_rank(),
+        parallel.tp_size(),
+        parallel.pp_rank(),
+        parallel.pp_size(),
     )
 
 

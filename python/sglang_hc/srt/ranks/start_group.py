@@ -33,22 +33,22 @@ class StartGroup:
     cpu_group: Any = None
 
     @classmethod
-    def of(cls, runner: Any) -> StartGroup:
-        """All ranks of a model runner's model, those of the first pipeline stage first."""
-        stage_size = parallel.tp_size(runner)
-        size = stage_size * parallel.pp_size(runner)
+    def of_model(cls) -> StartGroup:
+        """All ranks of the model, those of the first pipeline stage first."""
+        stage_size = parallel.tp_size()
+        size = stage_size * parallel.pp_size()
         if size == 1:
             return cls(0, 1)
-        rank = parallel.pp_rank(runner) * stage_size + parallel.tp_rank(runner)
+        rank = parallel.pp_rank() * stage_size + parallel.tp_rank()
         return cls(rank, size, parallel.world_cpu_group())
 
     @classmethod
-    def of_stage(cls, runner: Any) -> StartGroup:
-        """The ranks that have a model runner's layers, each its part of them."""
-        size = parallel.tp_size(runner)
+    def of_stage(cls) -> StartGroup:
+        """The ranks that have this rank's layers, each its part of them."""
+        size = parallel.tp_size()
         if size == 1:
             return cls(0, 1)
-        return cls(parallel.tp_rank(runner), size, parallel.tp_group(runner).cpu_group)
+        return cls(parallel.tp_rank(), size, parallel.tp_group().cpu_group)
 
     def each(self, value: T) -> list[T]:
         """Every rank's value, in the order of ranks. The value is pickled."""

@@ -16,6 +16,7 @@ from fastapi import HTTPException
 from sglang.srt.managers.io_struct import (
     ClearHiCacheReqInput,
     ClearHiCacheReqOutput,
+    EndWeightUpdateReqOutput,
     UpdateWeightFromDiskReqOutput,
     UpdateWeightsFromDistributedReqOutput,
     UpdateWeightsFromIPCReqOutput,
@@ -39,8 +40,10 @@ REFUSED_UPDATE: dict[str, type[Any]] = {
     "update_weights_from_distributed": UpdateWeightsFromDistributedReqOutput,
     "update_weights_from_tensor": UpdateWeightsFromTensorReqOutput,
     "update_weights_from_ipc": UpdateWeightsFromIPCReqOutput,
+    "end_weight_update": EndWeightUpdateReqOutput,
 }
-"""What SGLang answers to each weight update."""
+"""What SGLang answers to each weight update. The last one ends several, and may pack the weights in
+another way."""
 
 NOT_CLEARED = (
     "the storage back end was not cleared, or not all of it: without --hc-disk and --hc-remote, or "
@@ -156,8 +159,7 @@ def clear_storage(original: Callable[..., Any], self: Any, recv_req: Any) -> Any
         return original(self, recv_req)
 
     def ended(good: bool) -> None:
-        output = ClearHiCacheReqOutput(success=good)
-        self.ipc_channels.send_to_tokenizer.send_output(output, recv_req)
+        self.send_control_output(ClearHiCacheReqOutput(success=good), recv_req)
 
     if tree.scheduler.is_between_stages or not tree.clear_storage_backend(ended):
         return ClearHiCacheReqOutput(success=False)

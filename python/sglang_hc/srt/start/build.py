@@ -113,7 +113,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     rules = QueueRules(config.prefetch, config.schedule == "ready-first", _can_meet(model, device))
     hints = wanted if config.eviction == "queue" else None
     copies, side = device.copy_stream, _side_stream(model, device, layout.shape)
-    gathers = parallel.tp_size(runner) > 1
+    gathers = parallel.tp_size() > 1
     ring = StagingRing.sized_for(layout.shape, device.pool.device, copies, gathers)
     path = RestorePath(pool, device.pool, ring, device.recomputer, side, device.rotation)
     observer = profile = None
@@ -211,13 +211,13 @@ def _device(model: Model) -> Device:
     """The KV pool with the fastest ways to read and write it, and what was proven of it."""
     runner, state = model.runner, model.state
     draft = model.draft.token_to_kv_pool if model.draft is not None else None
-    columns = partial(columns_of, runner)
-    rows = partial(KvPoolRows, runner.token_to_kv_pool, state.layers, columns=columns, draft=draft)
+    own = partial(KvPoolRows, runner.token_to_kv_pool, state.layers)
+    rows = partial(own, columns=columns_of, draft=draft)
     try:
         pool = rows()
     except UnsupportedPool as error:
         raise ConfigError(f"{error}. Add --hc-disable to serve without the tiers") from None
-    stage = StartGroup.of_stage(runner)
+    stage = StartGroup.of_stage()
     recomputer, pieces = recomputer_for(
         model.config, runner, pool, model.allocator, state.own_plan, state.memory.taps, stage
     )

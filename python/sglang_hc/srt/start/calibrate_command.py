@@ -34,7 +34,7 @@ class Loaded(NamedTuple):
 def profile_model(model: str, disks: tuple[str, ...], flags: Sequence[str]) -> CostModel:
     """Costs of `model` under SGLang's `flags`. Raises ConfigError for what cannot be measured."""
     loaded = load_model(model, flags)
-    alone = StartGroup.of(loaded.runner)
+    alone = StartGroup.of_model()
     return calibrate.measured(loaded.runner, disks, loaded.layers, loaded.hidden, alone)
 
 
@@ -49,14 +49,15 @@ def load_model(model: str, flags: Sequence[str]) -> Loaded:
     args = prepare_server_args(["--model-path", model, "--hc-disable", *flags])
     if arguments.asked(args, "tp_size") > 1 or arguments.asked(args, "pp_size") > 1:
         raise ConfigError("--tp-size and --pp-size above 1 are not supported yet; leave them out")
-    publish(args, role="scheduler")
     gpu, share = arguments.first_gpu(args)
+    publish(args, role="scheduler", ranks=parallel.one_rank(gpu))
+    model_config, port = ModelConfig.from_server_args(args), PortArgs.init_new(args).nccl_port
+    parallel.make_groups(args, model_config, port)
     runner = ModelRunner(
-        model_config=ModelConfig.from_server_args(args),
+        model_config=model_config,
         mem_fraction_static=share,
         gpu_id=gpu,
-        ps=parallel.one_rank(gpu),
-        nccl_port=PortArgs.init_new(args).nccl_port,
+        nccl_port=port,
         server_args=args,
     )
     layers = families.restorable_layers(runner.model)
