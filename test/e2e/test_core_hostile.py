@@ -63,7 +63,7 @@ def all_hostile(folder: str) -> tuple[list[str], dict[str, int]]:
         core.run()
         req = core.requests.get(rid)
         aborted = req is not None and req.finished_reason.to_json()["type"] == "abort"
-        names = hostile.field in {"extra_key", "custom_params", "session_id"}
+        names = hostile.field in {"extra_key", "cache_salt", "custom_params", "session_id"}
         if names and not aborted and list(req.output_ids_through_stop) != wanted:
             wrong.append(f"{hostile.name}: other tokens")
         if core.ask(PROMPT, 4).tokens != wanted:

@@ -165,6 +165,9 @@ def test_salt_and_key_are_two_parts_of_a_namespace(server: ServerProcess) -> Non
     assert cached(extra_key="acme2") == 0
     assert cached(extra_key="s5:acme2") == 0
     assert cached(cache_salt="", extra_key="acme2") > 0, "an empty salt is none"
+    there = ask(server, tokens, 1, cache_salt="acme2")["meta_info"]["cached_tokens"]
+    other = ask(server, tokens, 1, cache_salt="other")["meta_info"]["cached_tokens"]
+    assert there > 0 and other == 0, "by whichever entrance"
     status, message = refusal(server, "/v1/completions", {"prompt": tokens, "cache_salt": ["a"]})
     assert status == 400 and "cache_salt must be a string" in message
 

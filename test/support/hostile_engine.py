@@ -27,7 +27,7 @@ from support.prompts import prompt
 
 PROMPT = list(range(5, 85))
 SAMPLING = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
-NAMES = {"extra_key", "custom_params", "session_id", "rid"}
+NAMES = {"extra_key", "cache_salt", "custom_params", "session_id", "rid"}
 """Fields that say nothing about which tokens are right."""
 
 Entrance = Callable[[dict[str, Any]], Any]

@@ -3,6 +3,8 @@ the first turn, whatever is said later."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +15,17 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
 from sglang_hc.errors import ConfigError
+from sglang_hc.srt.requests.namespaces import pack_key
 from sglang_hc.srt.requests.overflow import (
     check_window,
     count_head,
     cut_prompt,
     own_ids,
     read_field,
+    tell,
 )
 from sglang_hc.srt.scheduling.hooks import build_scheduler
+from sglang_hc.tree.namespaces import Namespace
 
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
 WISH = {"hc_overflow": {"keep_first": "system"}, "other": 1}
@@ -166,6 +171,46 @@ def test_what_a_caller_handed_in_stays_as_it_is(mode: str) -> None:
         {"other", "hc_cut"}, {"other", "hc_cut"}, {"other"},
     ]  # fmt: skip
     assert history == list(range(LIMIT + 1)) and options == {"custom_params": {"other": 1}}
+
+
+def test_what_a_cut_leaves_stays_its_clients() -> None:
+    names = []
+    for salt in ("a", "b"):
+        request = asked(LIMIT + 1, cache_salt=salt, extra_key="k")
+        pack_key(manager("reembed"), request, None)
+        left(request, "reembed")
+        names.append(Namespace.of(request.extra_key))
+        assert names[-1].client == Namespace(salt, "k") and names[-1].cut is not None
+        assert request.cache_salt is None
+    assert names[0] != names[1]
+
+
+def test_replies_to_a_prompt_that_was_cut_say_so() -> None:
+    """SGLang finds a request's state when it is told to wait, while that is there."""
+    request, asked_for = asked(LIMIT + 1), []
+
+    def wait(self: Any, obj: Any, raw: Any) -> AsyncIterator[Any]:
+        asked_for.append((obj, raw))
+        return replies()
+
+    async def replies() -> AsyncIterator[Any]:
+        yield {"text": "a"}
+        yield {"text": "ab", "meta_info": {"id": "r"}}
+
+    async def all_of(found: AsyncIterator[Any]) -> list[Any]:
+        return [one async for one in found]
+
+    whole = tell(wait, manager(), request, None)
+    assert asked_for == [(request, None)]
+    assert asyncio.run(all_of(whole))[1] == {"text": "ab", "meta_info": {"id": "r"}}
+    left(request)
+    _, said = asyncio.run(all_of(tell(wait, manager(), request, None)))
+    assert said["meta_info"]["id"] == "r" and said["meta_info"]["hc_overflow"] == {
+        "prompt_tokens": LIMIT + 1,
+        "kept_first": 64,
+        "dropped": [64, 64 + STEP],
+        "mode": "recompute",
+    }
 
 
 @pytest.mark.parametrize(("mode", "reserve"), [("recompute", 320), ("off", 321)])

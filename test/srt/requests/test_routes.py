@@ -141,6 +141,7 @@ def test_what_is_forgotten_is_named_as_requests_name_it(monkeypatch: pytest.Monk
     server = Server(monkeypatch, "", "admin", open_routes=False)
     for body, client, tokens in (
         ({}, None, []),
+        ({"cache_salt": "", "extra_key": ""}, None, []),
         ({"cache_salt": "a"}, "s1:a", []),
         ({"cache_salt": "a", "extra_key": "b", "text": "one three"}, "s1:ak1:b", [3, 5]),
         ({"extra_key": "b", "input_ids": [99]}, "k1:b", [99]),

@@ -33,6 +33,9 @@ CUT_KEY_ENV = "SGLANG_HC_CUT_KEY"
 """What the tokenizers of a server mark cuts with. All its processes inherit it; it is no argument,
 because SGLang shows those to clients."""
 
+WORKER_APP = "sglang_hc.srt.start.worker:app"
+"""What a tokenizer worker serves (`--tokenizer-worker-num` above 1)."""
+
 OFFLOADED = (
     "weights that are moved for each layer are not where projections and recomputed layers look"
 )
@@ -153,6 +156,7 @@ def _begin(args: Any, config: HcConfig) -> None:
                 "waiting queue in order; leave one of them out"
             )
         hicache_flags.take_its_place(args)
+        envs.SGLANG_HTTP_SERVER_APP_PATH.set(WORKER_APP)
     if not torch.cuda.is_available():
         cpu.check_speculation(args)
     os.environ.setdefault(CUT_KEY_ENV, secrets.token_hex(32))

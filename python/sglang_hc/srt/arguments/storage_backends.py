@@ -56,6 +56,7 @@ class FramePool:
     device = "cpu"
     pin_memory = False
     can_use_write_back_jit = False
+    stores_page_envelope = False
 
     def __init__(self, frames: Frames) -> None:
         self.kv_buffer = torch.from_numpy(frames.bytes)
@@ -82,6 +83,9 @@ class FramePool:
         return int(self._page_bytes)
 
     get_ksize_per_token = get_size_per_token
+
+    def get_page_buffer_element_size(self, split_factor: int = 1) -> int:
+        return int(self._page_bytes)
 
     def is_stride_page_aligned(self, alignment: int) -> bool:
         aligned: bool = (self.kv_buffer.data_ptr() | self._page_bytes) % alignment == 0

@@ -51,8 +51,14 @@ MOST_SAMPLES = 1024
 MOST_BIAS = 1e30
 """Of `logit_bias`: beyond it a probability would be no number, which ends the scheduler."""
 
-NAMES = ("rid", "extra_key", "lora_path", "session_id", "routing_key", "conversation_id")
+NAMES = (
+    *("rid", "extra_key", "cache_salt", "lora_path"),
+    *("session_id", "routing_key", "conversation_id"),
+)
 """Fields that hold a name, or, in a batch, a list of names."""
+
+PLACES = ("multi_item_delimiter_indices", "token_indices_to_pool")
+"""Fields that say where in a prompt its scores are read."""
 
 OWN_FIELDS = {
     "mm_hashes": "an image is known by what is in it",
@@ -60,13 +66,13 @@ OWN_FIELDS = {
     "http_worker_ipc": "it says which process is asking",
     "encoder_urls": "it is set between processes",
     "num_items_assigned": "it is set between processes",
-    "mm_data_mooncake": "it is set between processes",
+    **dict.fromkeys(PLACES, "its places are looked up unchecked, and not in a cached prefix"),
 }
 """Fields of SGLang's that a client may not set while the tiers are on, and why."""
 
 _BULK = {
     "input_ids": array("q"), "input_embeds": None, "mm_inputs": None, "token_type_ids": None,
-    "positional_embed_overrides": None, "mm_data_mooncake": None, "time_stats": None,
+    "positional_embed_overrides": None, "time_stats": None,
 }  # fmt: skip
 """Fields of a tokenized request that SGLang made itself or has checked, with small values."""
 
@@ -220,16 +226,16 @@ async def _refused(error: ValueError) -> AsyncIterator[Any]:
 # -- in the scheduler's process ------------------------------------------------------------------
 
 
-def admit(original: Callable[..., None], self: Any, recv_req: Any) -> None:
+def admit(original: Callable[..., None], self: Any, recv_req: Any, **more: Any) -> None:
     """AROUND Scheduler.handle_generate_request: whatever came is looked at as data. Status 400 for
     what SGLang or the tiers could not use; a cut that is not the tokenizer's is taken out."""
     if tree_of(self) is None:
-        return original(self, recv_req)
+        return original(self, recv_req, **more)
     wrong = request_wrong(recv_req, self.model_config.vocab_size, self.model_config.hidden_size)
     if wrong is None:
         if not accept_cut(recv_req.sampling_params):
             counters["ignored_fields"] += 1
-        return original(self, recv_req)
+        return original(self, recv_req, **more)
     counters["refused_requests"] += 1
     if name_wrong(recv_req.rid) is not None or recv_req.rid is None:
         logger.warning("sglang-hc: a request without a usable rid is dropped: %s", wrong)
@@ -241,13 +247,16 @@ def admit(original: Callable[..., None], self: Any, recv_req: Any) -> None:
 
 def request_wrong(recv_req: Any, vocabulary: int, width: int) -> str | None:
     """Why a tokenized request cannot be served; None if it can. width: of an embedding."""
-    for name in ("rid", "extra_key", "lora_id", "session_id"):
+    for name in ("rid", "extra_key", "cache_salt", "lora_id", "session_id"):
         most = MOST_NAMESPACE_BYTES if name == "extra_key" else MOST_NAME_BYTES
         wrong = name_wrong(getattr(recv_req, name, None), most)
         if wrong is not None:
             return f"{name} {wrong}"
     if not isinstance(recv_req, TokenizedGenerateReqInput):
         return None
+    for name in PLACES:
+        if getattr(recv_req, name) is not None:
+            return f"{name} is not taken"
     if not isinstance(recv_req.session_params, SessionParams | None):
         return "session_params is no object"
     sampling = recv_req.sampling_params

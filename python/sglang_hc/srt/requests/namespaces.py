@@ -1,9 +1,10 @@
 """Whose state a request's is: its namespace, made in the tokenizer and completed in the scheduler.
 
-SGLang concatenates `cache_salt`, `extra_key` and an adapter's name, so that different parts may
-make one key, and an adapter's name stays the same when its weights change. Here the client's parts
-are packed with their lengths where they enter (`tree.namespaces`), and the scheduler adds a digest
-of the adapter's weights before it looks for the request's prefix, on the device or below.
+SGLang carries `cache_salt` and `extra_key` side by side and appends an adapter's id to the latter,
+so that different parts may make one key, and an adapter's id stays the same when its weights
+change. Here the client's parts are packed with their lengths where they enter (`tree.namespaces`),
+and the scheduler adds a digest of the adapter's weights before it looks for the request's prefix.
+From then on `extra_key` alone says whose state it is, on the device and below.
 """
 
 from __future__ import annotations
@@ -40,36 +41,34 @@ def client_key(salt: object, key: object) -> ClientKey | None:
     return None if packed is None else ClientKey(packed)
 
 
-def openai_key(original: Any, self: Any, request: Any) -> str | None:
-    """AROUND OpenAIServingBase._compute_extra_key. An empty salt or key is none, as in SGLang."""
-    manager = self.tokenizer_manager
-    if config_of(arguments.of(manager)) is None:
-        key: str | None = original(self, request)
-        return key
-    salt, key = (getattr(request, name, None) or None for name in ("cache_salt", "extra_key"))
-    return client_key(salt, key)
-
-
 def pack_key(self: Any, obj: Any, input_ids: list[int] | None) -> None:
-    """BEFORE TokenizerManager._validate_one_request: what came by another way than OpenAI's."""
-    key = fields.sent_namespace(obj)
-    if key is not None and not isinstance(key, ClientKey) and config_of(arguments.of(self)):
-        fields.set_namespace(obj, client_key(None, key))
+    """BEFORE TokenizerManager._validate_one_request, which every request passes. SGLang has made
+    None of an empty salt or key."""
+    salt, key = fields.salt_of(obj), fields.sent_namespace(obj)
+    if isinstance(key, ClientKey) or (salt is None and key is None):
+        return
+    if config_of(arguments.of(self)) is not None:
+        fields.set_namespace(obj, client_key(salt, key))
 
 
 def complete(self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE Scheduler._add_request_to_queue, where no prefix has been looked for yet.
 
-    A key that no hook has packed is the client's `extra_key`, whatever it says.
+    A salt shows that no hook has packed the two. A key that none has packed is the client's
+    `extra_key`, whatever it says.
     """
     if tree_of(self) is None or hasattr(req, _NAMED):
         return
     setattr(req, _NAMED, True)
-    key, lora = fields.namespace_of(req), fields.adapter_of(req)
+    salt, key, lora = fields.salt_of(req), fields.namespace_of(req), fields.adapter_of(req)
     if lora is not None and key is not None:  # SGLang appended it
         key = key.removesuffix(lora) or None
+    if salt is None:
+        named = Namespace.of(key)
+    else:
+        named = (Namespace() if key is None else Namespace.of_key(key))._replace(salt=salt)
     adapter = None if lora is None else _digest_of(self.tp_worker.model_runner, lora)
-    fields.set_namespace(req, Namespace.of(key)._replace(adapter=adapter).pack())
+    fields.set_namespace(req, named._replace(adapter=adapter).pack())
     keeps_state(req)  # while the request still has its inputs
 
 

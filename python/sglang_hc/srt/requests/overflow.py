@@ -123,23 +123,29 @@ def cut_tokens(
     return tokens[: cut.head] + tokens[cut.head + cut.dropped :], namespace
 
 
-async def tell(
+def tell(
     original: Callable[..., AsyncIterator[dict[str, Any]]],
     self: Any,
     obj: Any,
     *args: Any,
     **kw: Any,
 ) -> AsyncIterator[dict[str, Any]]:
-    """AROUND TokenizerManager._wait_one_response: say in each reply what was left out."""
-    known: tuple[int, Cut] | None = getattr(obj, _CUT, None)
-    async for reply in original(self, obj, *args, **kw):
-        if known is not None and "meta_info" in reply:
-            length, cut = known
+    """AROUND TokenizerManager._wait_one_response: say in each reply what was left out. SGLang finds
+    the request's state when it is called, and not when the first reply is awaited."""
+    replies, known = original(self, obj, *args, **kw), getattr(obj, _CUT, None)
+    return replies if known is None else _told(replies, *known, _mode(self))
+
+
+async def _told(
+    replies: AsyncIterator[dict[str, Any]], length: int, cut: Cut, mode: str
+) -> AsyncIterator[dict[str, Any]]:
+    async for reply in replies:
+        if "meta_info" in reply:
             reply["meta_info"][FIELD] = {
                 "prompt_tokens": length,
                 "kept_first": cut.head,
                 "dropped": [cut.head, cut.head + cut.dropped],
-                "mode": _mode(self),
+                "mode": mode,
             }
         yield reply
 

@@ -55,7 +55,7 @@ class UnpinBody(msgspec.Struct, forbid_unknown_fields=True):
     @property
     def namespace(self) -> str | None:
         """Of requests with the same salt and key. Raises ValueError for users."""
-        return client_namespace(self.cache_salt or None, self.extra_key)
+        return _client(self.cache_salt, self.extra_key)
 
 
 class StateBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -73,6 +73,12 @@ class PinBody(UnpinBody, kw_only=True, forbid_unknown_fields=True):
     ttl_s: PinSeconds
     input_ids: list[int] | None = None
     text: str | None = None
+
+
+def _client(salt: str | None, key: str | None) -> str | None:
+    """The namespace of a client's requests. Empty is none, as in these. Raises ValueError for
+    users."""
+    return client_namespace(salt or None, key or None)
 
 
 class _Refused(Exception):
@@ -154,7 +160,7 @@ async def pins(request: Request) -> JSONResponse:
     """The pins of one namespace."""
     _is_admin()
     salt, key = map(request.query_params.get, ("cache_salt", "extra_key"))
-    return _shown(await _ask("list", {"namespace": client_namespace(salt or None, key)}))
+    return _shown(await _ask("list", {"namespace": _client(salt, key)}))
 
 
 @_guarded
@@ -163,7 +169,7 @@ async def forget(request: Request) -> JSONResponse:
     _is_admin()
     body = decode_json(await request.body(), StateBody, "the body")
     tokens = [] if body.input_ids is None and body.text is None else _token_ids(body)
-    client = client_namespace(body.cache_salt or None, body.extra_key)
+    client = _client(body.cache_salt, body.extra_key)
     answers = await _ask_all(METHOD, {"client": client, "tokens": tokens})
     return _shown(joined_answers(answers))
 
