@@ -61,7 +61,6 @@ def all_hooks() -> list[Hook]:
     from sglang_hc.srt.model import cpu_attention, model_state
     from sglang_hc.srt.requests import entrance, namespaces, overflow, pins
     from sglang_hc.srt.scheduling import hooks, meeting, preemption, speculation
-    from sglang_hc.srt.start import worker
 
     after, around, before = HookType.AFTER, HookType.AROUND, HookType.BEFORE
     args = "sglang.srt.server_args.ServerArgs"
@@ -90,7 +89,6 @@ def all_hooks() -> list[Hook]:
     found = [
         Hook(f"{args}.add_cli_args", after, server_args.add_cli_args, start),
         Hook(f"{args}.from_cli_args", around, server_args.from_cli_args, start),
-        Hook("uvicorn.run", around, worker.serve, start),
         Hook(f"{runner}.load_model", after, model_state.after_load_model, start),
         Hook(f"{scheduler}.__init__", around, hooks.build_scheduler, start),
         Hook(draft, around, speculation.register_draft, start),

@@ -37,7 +37,8 @@ def handle_of(req: Any) -> Any:
 
 
 def namespace_of(one: Any) -> str | None:
-    """Whose state it is; None for everybody's. one: a request, or a `RadixKey` of the tree."""
+    """Whose state it is; None for everybody's. one: a request, or a `RadixKey` of the tree. SGLang
+    has a salt beside it, which is packed into it here (`set_namespace`)."""
     return one.extra_key
 
 
@@ -47,9 +48,14 @@ def sent_namespace(sent: Any) -> Any:
     return getattr(sent, "extra_key", None)
 
 
+def salt_of(one: Any) -> Any:
+    """The salt of a request, here or, unchecked, on its way, that is not in its namespace yet."""
+    return getattr(one, "cache_salt", None)
+
+
 def set_namespace(one: Any, name: str | None) -> None:
-    """Of a request, here or on its way."""
-    one.extra_key = name
+    """Of a request, here or on its way. name: its salt and all."""
+    one.extra_key, one.cache_salt = name, None
 
 
 def adapter_of(req: Any) -> str | None:
