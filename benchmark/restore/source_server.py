@@ -238,7 +238,7 @@ class SourceServer:
         """
         disk, planner = self.tiers.disk, self.planner
         wants, disk._io.wants = disk._io.wants, lambda block_id: False  # nothing is written
-        planner._always = arm == "serial"
+        planner.always = arm == "serial"
         salt = f"never stored {time.monotonic()}" if arm == "recompute" else None
         with _patience(600.0 if arm == "serial" else None):
             begin = time.perf_counter()
@@ -246,7 +246,7 @@ class SourceServer:
             self.core.run()
         reply = self.core.reply(rid)
         self.forget()  # the new tokens' blocks are saved meanwhile, and not written either
-        planner._always, disk._io.wants = False, wants
+        planner.always, disk._io.wants = False, wants
         assert len(prompt) - reply.cached >= NEW, "the new tokens were stored"
         assert arm != "serial" or len(prompt) - reply.cached == NEW, "not everything was read"
         return self._first_token.pop(rid) - begin

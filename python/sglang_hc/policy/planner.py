@@ -33,7 +33,7 @@ class RestorePlanner:
     """Decides for one model on one machine. Also tells the waiting queue what fetching costs.
 
     costs: None if the machine could not be measured; then everything that is stored is restored.
-    always: restore everything, whatever it costs.
+    always: above 0, everything is restored, whatever it costs. May change at any time.
     plan: of the whole model; ranks that have some of its layers each decide alike.
     can_recompute: whether layers that are stored can be recomputed instead.
     counters: gets `restore_decision_*` and `restore_reason_*`.
@@ -47,12 +47,12 @@ class RestorePlanner:
         counters: Counter[str],
         clock: Callable[[], float] = time.monotonic,
         *,
-        always: bool = False,
+        always: int = 0,
         as_they_come: bool = True,
     ) -> None:
         """See the class. as_they_come: blocks may be restored before all of a history is here."""
         self.costs = costs
-        self._always = always
+        self.always = always
         self._restore_tries = Tries()
         self._hidden_tries = Tries()
         self._fetch_tries = Tries()
@@ -82,7 +82,7 @@ class RestorePlanner:
         """
         cost = self._weighed
         if cost is None:
-            return self._all_of(tokens, Reason.ALWAYS if self._always else Reason.NOT_MEASURED)
+            return self._all_of(tokens, Reason.ALWAYS if self.always else Reason.NOT_MEASURED)
         plan = self._planned(cost, tokens, context, new)
         plan = replace(plan, skips_hidden=self._skips_hidden(plan))
         if (not plan.tokens or plan.skips_hidden) and plan.reason in _LEARNABLE:
@@ -129,7 +129,7 @@ class RestorePlanner:
     def block_seconds(self, tier: SourceTier) -> float:
         """`block_read_seconds` as far as it is weighed: 0 where everything is restored, and for a
         block that host memory has elsewhere."""
-        weighed = tier is not SourceTier.HOST and not self._always
+        weighed = tier is not SourceTier.HOST and not self.always
         return self.block_read_seconds(tier) if weighed else 0.0
 
     def token_seconds(self, tier: SourceTier) -> float:
@@ -192,7 +192,7 @@ class RestorePlanner:
     @property
     def _weighed(self) -> CostModel | None:
         """The costs that decide; None when everything is restored."""
-        return None if self._always else self.costs
+        return None if self.always else self.costs
 
     def _all_of(self, tokens: int, reason: Reason) -> RestorePlan:
         return RestorePlan(Choice.LOAD, reason, tokens, self.plan.recompute)

@@ -32,9 +32,9 @@ def activate() -> None:
         return
     if not torch.cuda.is_available():
         cpu.enable()
-    for target, kind, call, on_error in all_hooks():
-        HookRegistry.register(target, guard.guarded(call, kind, on_error), kind)
-        in_place.expect(target)
+    for hook in all_hooks():
+        HookRegistry.register(hook.target, hook.guarded, hook.kind)
+        in_place.expect(hook.target)
     for name, step in server_args.STEPS.items():
         register_resolution_hook(name)(step)
         in_place.expect_step(name, step)
@@ -47,12 +47,22 @@ def activate() -> None:
 
 class Hook(NamedTuple):
     """`call` is put around SGLang's function `target`; `kind` says how, `on_error` what an error of
-    `call` does."""
+    `call` does. proof: where every request has to run it; None for what runs on occasion, or at the
+    start, which does not go on without it."""
 
     target: str
     kind: HookType
     call: Callable[..., Any]
     on_error: guard.Guarded | guard.Tokenizer | guard.Unguarded
+    proof: in_place.Proof | None = None
+
+    @property
+    def guarded(self) -> Callable[..., Any]:
+        """`call`, whose errors do what `on_error` says."""
+        call = guard.guarded(self.call, self.kind, self.on_error)
+        if self.proof is None:
+            return call
+        return in_place.noted(f"{self.target} ({guard.name_of(self.call)})", call, self.proof)
 
 
 def all_hooks() -> list[Hook]:
@@ -61,8 +71,10 @@ def all_hooks() -> list[Hook]:
     from sglang_hc.srt.model import cpu_attention, model_state
     from sglang_hc.srt.requests import entrance, namespaces, overflow, pins
     from sglang_hc.srt.scheduling import hooks, meeting, preemption, speculation
+    from sglang_hc.srt.start import self_test
 
     after, around, before = HookType.AFTER, HookType.AROUND, HookType.BEFORE
+    asked, served = in_place.Proof.TOKENIZER, in_place.Proof.SCHEDULER
     args = "sglang.srt.server_args.ServerArgs"
     runner = "sglang.srt.model_executor.model_runner.ModelRunner"
     policy = "sglang.srt.managers.schedule_policy"
@@ -72,12 +84,13 @@ def all_hooks() -> list[Hook]:
     updates = f"{parts}.weight_updater.SchedulerWeightUpdaterManager"
     results = f"{parts}.batch_result_processor.SchedulerBatchResultProcessor"
     tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    http = "sglang.srt.entrypoints.http_server"
     chat = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
     sample = "sglang.srt.speculative.eagle_utils.eagle_sample"
     draft = "sglang.srt.mem_cache.kv_cache_builder.maybe_register_hicache_draft"
     backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 
-    keeps, give_up, status_400 = guard.Guarded(), guard.Guarded(guard.give_up), guard.Tokenizer()
+    keeps, give_up, as_400 = guard.Guarded(), guard.Guarded(guard.give_up), guard.Tokenizer()
     alone = guard.Guarded(guard.like_no_other)
     start = guard.Unguarded("a server that is not as it was asked for does not start")
     ends = guard.Unguarded("without it nothing would end the restorations of a pass")
@@ -91,31 +104,34 @@ def all_hooks() -> list[Hook]:
         Hook(f"{args}.from_cli_args", around, server_args.from_cli_args, start),
         Hook(f"{runner}.load_model", after, model_state.after_load_model, start),
         Hook(f"{scheduler}.__init__", around, hooks.build_scheduler, start),
+        Hook(f"{http}._wait_and_warmup", around, self_test.wait_and_warmup, start),
         Hook(draft, around, speculation.register_draft, start),
-        Hook(f"{runner}.forward", around, hooks.forward, forward),
-        Hook(f"{scheduler}.run_batch", around, hooks.run_batch, ends),
-        Hook(f"{scheduler}.run_batch", after, hooks.batch_ran, keeps),
-        Hook(f"{policy}.SchedulePolicy.calc_priority", after, hooks.arrange, keeps),
-        Hook(f"{adder}.add_one_req", around, meeting.add_one_req, give_up),
+        Hook(f"{runner}.forward", around, hooks.forward, forward, served),
+        Hook(f"{scheduler}.run_batch", around, hooks.run_batch, ends, served),
+        Hook(f"{scheduler}.run_batch", after, hooks.batch_ran, keeps, served),
+        Hook(f"{policy}.SchedulePolicy.calc_priority", after, hooks.arrange, keeps, served),
+        Hook(f"{adder}.add_one_req", around, meeting.add_one_req, give_up, served),
         Hook(f"{adder}.add_chunked_req", around, meeting.add_chunked_req, give_up),
         Hook(f"{adder}.preempt_to_schedule", around, preemption.preempt_to_schedule, give_up),
         Hook(f"{scheduler}.maybe_sleep_on_idle", around, hooks.sleep_on_idle, keeps),
         Hook(f"{scheduler}.get_internal_state", after, hooks.internal_state, keeps),
         Hook(sample, after, speculation.sampled, keeps),
         Hook(f"{results}._resolve_spec_v2_tokens", after, speculation.accepted, keeps),
-        Hook(f"{scheduler}._add_request_to_queue", before, namespaces.complete, alone),
-        Hook(f"{scheduler}.handle_generate_request", around, entrance.admit, keeps),
+        Hook(f"{scheduler}._add_request_to_queue", before, namespaces.complete, alone, served),
+        Hook(f"{scheduler}.handle_generate_request", around, entrance.admit, keeps, served),
         Hook(f"{scheduler}.handle_dumper_control", around, pins.control, answer),
-        Hook(f"{tokenizer}.generate_request", around, entrance.check_request, status_400),
-        Hook(f"{tokenizer}._create_tokenized_object", around, entrance.check_tokenized, answer),
-        Hook(f"{tokenizer}._tokenize_one_request", before, overflow.own_ids, status_400),
+        Hook(f"{tokenizer}.generate_request", around, entrance.check_request, as_400, asked),
+        Hook(
+            f"{tokenizer}._create_tokenized_object", around, entrance.check_tokenized, answer, asked
+        ),
+        Hook(f"{tokenizer}._tokenize_one_request", before, overflow.own_ids, as_400, asked),
         # The last of these runs first.
-        Hook(f"{tokenizer}._validate_one_request", before, overflow.cut_prompt, status_400),
-        Hook(f"{tokenizer}._validate_one_request", before, pins.check_pin_request, status_400),
-        Hook(f"{tokenizer}._validate_one_request", before, namespaces.pack_key, status_400),
-        Hook(f"{tokenizer}._validate_one_request", before, hooks.check_input_ids, status_400),
-        Hook(f"{chat}._convert_to_internal_request", after, overflow.count_head, status_400),
-        Hook(f"{tokenizer}._wait_one_response", around, overflow.tell, reply),
+        Hook(f"{tokenizer}._validate_one_request", before, overflow.cut_prompt, as_400, asked),
+        Hook(f"{tokenizer}._validate_one_request", before, pins.check_pin_request, as_400, asked),
+        Hook(f"{tokenizer}._validate_one_request", before, namespaces.pack_key, as_400, asked),
+        Hook(f"{tokenizer}._validate_one_request", before, hooks.check_input_ids, as_400, asked),
+        Hook(f"{chat}._convert_to_internal_request", after, overflow.count_head, as_400),
+        Hook(f"{tokenizer}._wait_one_response", around, overflow.tell, reply, asked),
         Hook(f"{scheduler}.clear_hicache_storage_wrapped", around, hooks.clear_storage, cleared),
         Hook(f"{tokenizer}.clear_hicache_storage", around, hooks.clear_everywhere, cleared),
         *(

@@ -134,6 +134,16 @@ def quantization(args: Any) -> str | None:
     return _now(args, "quantization")
 
 
+def page_size(args: Any) -> int:
+    """Tokens of a page of the KV pool."""
+    return _now(args, "page_size")
+
+
+def skips_warmup(args: Any) -> bool:
+    """Whether the server is ready before it has served a request."""
+    return _now(args, "skip_server_warmup")
+
+
 def kv_cache_dtype(args: Any) -> str:
     """The flag for the KV pool's elements: "auto" for the model's own type."""
     return _now(args, "kv_cache_dtype")

@@ -32,7 +32,7 @@ def name_of(req: Any) -> str:
 
 
 def handle_of(req: Any) -> Any:
-    """The object by which SGLang tells the tree of it; `is` tells two requests of one name apart."""
+    """By which SGLang tells the tree of it; `is` tells two requests of one name apart."""
     return req.cache_request_handle
 
 

@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_hc.srt.binding import fields
+from sglang_hc.srt.engine import in_place
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +152,8 @@ def method(
 
         @wraps(own)
         def call(tree: SglangTree, *args: Any, **kwargs: Any) -> Any:
+            in_place.ran(name)
+
             def run(asked: _Asked, *args: Any, **kwargs: Any) -> Any:
                 given = (asked,) if answer is None else ()
                 return own(tree, *given, *args, **kwargs)

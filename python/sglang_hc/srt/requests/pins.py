@@ -26,6 +26,7 @@ from sglang_hc.srt.arguments.server_args import config_of
 from sglang_hc.srt.binding import arguments, fields
 from sglang_hc.srt.engine.guard import counters, tree_of
 from sglang_hc.srt.requests.forgetting import METHOD, forget
+from sglang_hc.srt.start import self_test
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tree.identity import Prefix, pack_tokens
 
@@ -83,7 +84,7 @@ def pin_request_of(req: Any) -> PinRequest | None:
 def control(original: Callable[..., Any], self: Any, recv_req: DumperControlReqInput) -> Any:
     """AROUND Scheduler.handle_dumper_control: answer what is ours."""
     method, body = recv_req.method, recv_req.body
-    if not method.startswith(PREFIX) and method != METHOD:
+    if not method.startswith((PREFIX, self_test.PREFIX)) and method != METHOD:
         return original(self, recv_req)
     tree = tree_of(self)
 
@@ -93,6 +94,8 @@ def control(original: Callable[..., Any], self: Any, recv_req: DumperControlReqI
 
     if method == METHOD:
         forget(tree, body, reply)
+    elif method.startswith(self_test.PREFIX):
+        reply(self_test.answer(tree, method, body))
     else:
         reply(answer(None if tree is None else tree.tiers.retention, method, body))
     return None

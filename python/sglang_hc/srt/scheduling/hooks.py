@@ -26,6 +26,7 @@ from sglang.srt.managers.io_struct import (
 from sglang_hc.errors import ConfigError
 from sglang_hc.srt.arguments.server_args import config_of
 from sglang_hc.srt.binding import arguments
+from sglang_hc.srt.engine import in_place
 from sglang_hc.srt.engine.guard import tree_of
 from sglang_hc.srt.engine.scheduler import BUILDING, OwnScheduler
 from sglang_hc.srt.ranks import decisions
@@ -91,6 +92,7 @@ def run_batch(
     tree = tree_of(self)
     if tree is None:
         return original(self, batch, *args, **kwargs)
+    in_place.prove()
     token = _running.set((tree, list(batch.reqs)))
     try:
         return original(self, batch, *args, **kwargs)

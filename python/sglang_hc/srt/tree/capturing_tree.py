@@ -13,6 +13,7 @@ from sglang_hc.capture.capture import Capture
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.srt.binding import fields
+from sglang_hc.srt.engine import in_place
 from sglang_hc.srt.engine.guard import SglangMethod, method, nothing
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.engine.passes import prefilled, segments_of
@@ -116,6 +117,7 @@ class CapturingTree(DeviceTree):
             keep = owned if retracted else min(owned, fields.tokens_in_tree(req))
             self._keep_last(req, keep, owned)
         self.waiting.finished(req, -(-owned // BLOCK_TOKENS))
+        in_place.answered()
         theirs(req, checkpointed=checkpointed)
 
     def _keep_last(self, req: Any, keep: int, computed: int) -> None:
