@@ -69,9 +69,8 @@ def all_hooks() -> list[Hook]:
     """Every hook."""
     from sglang_hc.srt.arguments import server_args
     from sglang_hc.srt.model import cpu_attention, model_state
-    from sglang_hc.srt.requests import entrance, namespaces, overflow, pins
+    from sglang_hc.srt.requests import entrance, namespaces, overflow, pins, self_test
     from sglang_hc.srt.scheduling import hooks, meeting, preemption, speculation
-    from sglang_hc.srt.start import self_test
 
     after, around, before = HookType.AFTER, HookType.AROUND, HookType.BEFORE
     asked, served = in_place.Proof.TOKENIZER, in_place.Proof.SCHEDULER

@@ -40,15 +40,18 @@ OFFLOADED = (
     "weights that are moved for each layer are not where projections and recomputed layers look"
 )
 
+SKIPPED = "its kernels skip the taps that capture hidden states"
+
 UNCHECKED = "its requests reach the scheduler without the checks of the tokenizer"
 
 SWITCHES = {
     "enable_multi_layer_eagle": "every step of the draft model has a KV pool of its own",
     "speculative_adaptive": "verify passes change their width, which was never tested",
-    "enable_dp_attention": "batches are padded per rank",
     "enable_pdmux": "layers of one pass run in pieces",
     "dllm_algorithm": "positions are computed several times",
     "enable_torch_compile": "a compiled model skips the taps that capture hidden states",
+    "enable_nvidia_megakernel": SKIPPED,
+    "enable_amd_monokernel": SKIPPED,
     "enable_two_batch_overlap": "batches are split",
     "enable_hisparse": "the KV pool is translated",
     "disable_radix_cache": "the tiers hang on the radix cache",
@@ -56,13 +59,36 @@ SWITCHES = {
     "enable_streaming_session": "sessions hold KV outside the tree",
     "enable_lmcache": "the tiers take its place in the radix cache",
     "enable_flexkv": "the tiers take its place in the radix cache",
+    "enable_unified_cache_external_linker": "the tiers take its place in the radix cache",
+    "enable_mis": "it switches the radix cache off",
     "is_embedding": "nothing is generated, so nothing returns",
     "enable_unified_memory": "slots are virtual there and move",
+    "enable_kv_cache_sharding": "a rank holds a part of the tokens only",
+    "enable_prefill_cp": "a rank holds a part of the tokens only",
+    "enable_layernorm_sp": "a rank sees the hidden states of a part of the tokens only",
+    "enable_paged_experts": "experts that come and go were not tested",
+    "elastic_ep_backend": "ranks that come and go were not tested",
+    "speculative_draft_kv_cache_dtype": "a draft model with K and V of its own type was not tested",
+    "use_ray": "its actors load no plugins",
     "smg_grpc_mode": UNCHECKED,
     "grpc_mode": UNCHECKED,
     "encoder_only": "nothing is generated, so nothing returns",
 }
 """Arguments of SGLang that are refused when they are set, and why."""
+
+SIZES = {
+    "attn_dp_size": "batches are padded per rank",
+    "attn_cp_size": "a rank holds a part of the tokens only",
+    "dcp_size": "a rank holds a part of the tokens only",
+    "dwdp_size": "batches are padded per rank",
+}
+"""Those that are refused above 1, and why."""
+
+VALUES = {
+    "startup_weight_load_mode": ("overlap", "the checks at the start need the weights"),
+    "radix_eviction_policy": ("tlru", "it needs another tree"),
+}
+"""Those that are refused with one value, and why."""
 
 WITH_STAGES = {
     "speculative_algorithm": "SGLang verifies no proposed tokens in a pipeline",
@@ -169,25 +195,20 @@ def graphs_chosen(args: Any, previous: Step) -> None:
         check_prefill_graphs(args)
 
 
-def determinism_chosen(args: Any, previous: Step) -> None:
-    """Behind the step that may switch the radix cache off."""
-    previous(args)
-    if config_of(args) is not None:
+def settled(args: Any, previous: Step) -> None:
+    """Refuse what SGLang has chosen by itself, for this model or device."""
+    config = config_of(args)
+    if config is not None:
         check_radix_cache(args)
-
-
-def speculation_chosen(args: Any, previous: Step) -> None:
-    """Behind the step that may replace the algorithm of speculative decoding."""
+        refuse_modes(args, config)
     previous(args)
-    if config_of(args) is not None:
-        _refuse_algorithm(asked(args, "speculative_algorithm"))
 
 
 STEPS: dict[str, Callable[[Any, Step], None]] = {
     "handle_hicache_ratio_default": begin,
     "handle_cuda_graph_config": graphs_chosen,
-    "handle_deterministic_inference": determinism_chosen,
-    "handle_speculative_decoding": speculation_chosen,
+    "handle_cache_compatibility": settled,  # it would end the start with another sentence
+    "validate_deepep_v2_dispatch_token_budget": settled,  # the last one
 }
 """Ours, by the name of SGLang's that each is put around."""
 
@@ -221,19 +242,23 @@ def refuse_modes(args: Any, config: HcConfig) -> None:
     _refuse_algorithm(asked(args, "speculative_algorithm"))
     for name, why in SWITCHES.items():
         _refuse(asked(args, name), _flag(name), why)
-    for name in ("attn_cp_size", "dcp_size"):
-        what = f"{_flag(name)} above 1"
-        _refuse(asked(args, name) > 1, what, "a rank holds a part of the tokens only")
+    for name, why in SIZES.items():
+        _refuse(asked(args, name) > 1, f"{_flag(name)} above 1", why)
+    for name, (value, why) in VALUES.items():
+        _refuse(asked(args, name) == value, f"{_flag(name)} {value}", why)
     for name in ("cpu_offload_gb", "offload_group_size"):
         _refuse(asked(args, name) > 0, _flag(name), OFFLOADED)
     _refuse(envs.SGLANG_RUST_SERVER.get(), "SGLANG_RUST_SERVER", UNCHECKED)
+    app = envs.SGLANG_HTTP_SERVER_APP_PATH
+    another = app.is_set() and app.get() != WORKER_APP
+    _refuse(another, app.name, "tokenizer workers serve an application of ours")
     apart = asked(args, "disaggregation_mode") not in (None, "null")
     _refuse(apart, "--disaggregation-mode", "prefill and decode do not share a cache")
     backend = asked(args, "radix_cache_backend")
     another = backend not in (None, "hc")
     _refuse(another, f"--radix-cache-backend {backend}", "there is one tree per server")
     apart = asked(args, "enable_http2") and asked(args, "tokenizer_worker_num") > 1
-    why = "workers of that HTTP server load no plugins, so they would check nothing"
+    why = "workers of that HTTP server were not tested"
     _refuse(apart, "--enable-http2 with --tokenizer-worker-num above 1", why)
     stages = asked(args, "pp_size")
     if asked(args, "tp_size") * stages > 1:

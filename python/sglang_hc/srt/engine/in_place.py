@@ -3,7 +3,7 @@
 SGLang only logs what a plugin raises. So nothing is trusted: `missing` looks at SGLang itself, the
 launcher, tokenizer workers and the tree factory ask it, and each stops the start. A function may
 still have its name and never be called; so it is noted what ran, and `never_ran` is asked behind
-the first request (`srt/start/self_test.py`).
+the first request (`srt/requests/self_test.py`).
 """
 
 from __future__ import annotations

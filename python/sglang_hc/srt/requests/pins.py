@@ -25,8 +25,8 @@ from sglang_hc.policy.pins import MAX_PIN_S, PinLimitError
 from sglang_hc.srt.arguments.server_args import config_of
 from sglang_hc.srt.binding import arguments, fields
 from sglang_hc.srt.engine.guard import counters, tree_of
+from sglang_hc.srt.requests import self_test
 from sglang_hc.srt.requests.forgetting import METHOD, forget
-from sglang_hc.srt.start import self_test
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tree.identity import Prefix, pack_tokens
 

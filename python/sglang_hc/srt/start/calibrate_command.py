@@ -49,6 +49,7 @@ def load_model(model: str, flags: Sequence[str]) -> Loaded:
     args = prepare_server_args(["--model-path", model, "--hc-disable", *flags])
     if arguments.asked(args, "tp_size") > 1 or arguments.asked(args, "pp_size") > 1:
         raise ConfigError("--tp-size and --pp-size above 1 are not supported yet; leave them out")
+    arguments.resolve(args)
     gpu, share = arguments.first_gpu(args)
     publish(args, role="scheduler", ranks=parallel.one_rank(gpu))
     model_config, port = ModelConfig.from_server_args(args), PortArgs.init_new(args).nccl_port
