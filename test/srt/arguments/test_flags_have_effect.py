@@ -6,23 +6,27 @@ The flags are those of the parser, so a new one fails here until it is in one of
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import logging
 import os
+import pickle
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from sglang.srt import server_args as stock
 from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import get_context, get_memory, publish, reset_context
 from sglang.srt.server_args import ServerArgs
 
 from sglang_hc.config import FLAGS, ConfigError, flag_of
 from sglang_hc.srt.arguments import hicache_flags
 from sglang_hc.srt.arguments.server_args import config_of
+from sglang_hc.srt.binding import arguments as binding
+from sglang_hc.srt.binding.arguments import asked
 from support.core import MODELS
 from support.profiles import FREE_LOADING
 
@@ -60,13 +64,17 @@ WITH = {
 
 HICACHE = {
     "--enable-hierarchical-cache": None,
+    "--hicache-host-memory-mode": "cache",
     "--hicache-ratio": "2.0",
     "--hicache-size": "0",
+    "--hicache-host-memory-fraction": "0.8",
     "--hicache-write-policy": "write_through",
     "--hicache-io-backend": "kernel",
     "--hicache-mem-layout": "page_first",
     "--hicache-storage-backend": "file",
     "--hicache-storage-prefetch-policy": "timeout",
+    "--hicache-storage-prefetch-retry-poll-interval": "8",
+    "--hicache-storage-prefetch-retry-max-attempts": "8",
     "--hicache-storage-backend-extra-config": "{}",
 }
 """With a value, the default where there is one: what is given explicitly is refused."""
@@ -91,7 +99,9 @@ MODEL = ("--model-path", str(MODELS / "llama-mha"))
 
 
 def parsed(*words: str | None) -> ServerArgs:
-    return stock.prepare_server_args([*MODEL, *(word for word in words if word is not None)])
+    args = stock.prepare_server_args([*MODEL, *(word for word in words if word is not None)])
+    args.resolve_once()
+    return args
 
 
 def parser() -> argparse.ArgumentParser:
@@ -106,7 +116,7 @@ def test_every_flag_is_in_one_group() -> None:
     assert ours == {flag_of(name) for name in (*ALONE, *WITH)}
     assert not ALONE.keys() & WITH.keys()
     theirs = {word for word in words if "hicache" in word or "hierarchical-cache" in word}
-    assert theirs == set(HICACHE)
+    assert theirs == {*HICACHE, "--enable-hicache"}  # another name of the first
     assert {name for name, flag in FLAGS.items() if flag.need is not None} | {"remote"} == set(WITH)
 
 
@@ -155,21 +165,52 @@ def test_one_sentence_names_all_of_them() -> None:
 
 
 def test_without_the_tiers_they_are_hicaches() -> None:
-    plain = {name: getattr(parsed(*CPU), name) for name in hicache_flags.INSTEAD}
-    defaults = {field.name: field.default for field in dataclasses.fields(ServerArgs)}
-    assert plain == {name: defaults[name] for name in hicache_flags.INSTEAD}
+    plain = parsed(*CPU)
+    defaults = {field.name: field.default for field in msgspec.structs.fields(ServerArgs)}
+    for name in hicache_flags.INSTEAD:
+        assert getattr(plain, name) == defaults[name], name
     for ours in ((), ("--hc-disable",)):
         args = parsed("--hicache-ratio", "3", "--hicache-write-policy", "write_back", *CPU, *ours)
-        assert (args.hicache_ratio, args.hicache_write_policy) == (3, "write_back")
+        assert (asked(args, "hicache_ratio"), args.hicache_write_policy) == (3, "write_back")
+        assert asked(args, "radix_cache_backend") is None
+        assert not asked(args, "enable_hierarchical_cache")
+
+
+def test_what_was_decided_goes_into_other_processes() -> None:
+    """They get SGLang's arguments pickled, resolve nothing, and serve with what was decided."""
+    sent = pickle.loads(pickle.dumps(parsed("--hc-forms", "hidden")))
+    config = config_of(sent)
+    assert config is not None and config.forms == "hidden"
+    publish(sent, role="scheduler")
+    try:
+        memory = get_memory()
+        assert memory.radix_cache_backend == "hc" and memory.enable_hierarchical_cache
+        assert memory.hicache_storage_backend == "file"
+        # SGLang sizes no host pool by what is free, sets no device memory aside, asks only once.
+        assert memory.hicache_host_memory_fraction is None
+        assert memory.hicache_mem_layout == "layer_first"
+        assert memory.hicache_storage_prefetch_retry_max_attempts == 0
+        assert binding.attention_backend(sent) == "torch_native"
+        get_context().override("test", attention_backend="triton")
+        assert binding.attention_backend(sent) == "triton", "what the process serves with"
+    finally:
+        reset_context()
+    assert binding.attention_backend(sent) == "torch_native"
 
 
 def test_the_embedded_engine_refuses_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def engine(**options: Any) -> ServerArgs:
+        made = ServerArgs(model_path=MODEL[1], **options)
+        made.resolve_once()
+        return made
+
     monkeypatch.setenv("SGLANG_HC_CONFIG", "{}")
-    made = ServerArgs(model_path=MODEL[1])
-    assert config_of(made) is not None
-    assert config_of(dataclasses.replace(made)) is not None
+    made = engine()
+    copy = msgspec.structs.replace(made)
+    copy.resolve_once()
+    assert config_of(made) is not None and config_of(copy) is not None
     with pytest.raises(ConfigError, match="nothing reads --hicache-size "):
-        ServerArgs(model_path=MODEL[1], hicache_size=3)
+        engine(hicache_size=3)
 
 
 def test_a_file_of_options_is_read_as_flags_are(tmp_path: Path) -> None:
