@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 from fastapi.responses import JSONResponse
-from sglang.srt.managers.io_struct import dec_hook, enc_hook
+from sglang.srt.managers.io_struct import dec_hook, enc_hook, ext_hook
 
 from sglang_hc.srt.engine import guard
 from sglang_hc.srt.requests import pins
@@ -26,9 +26,8 @@ PROMPT = prompt(6, 150)
 def can_be_sent(sent: Any) -> bool:
     """Whether SGLang's wire carries a request as it is: what has another type it does not."""
     try:
-        msgspec.msgpack.decode(
-            msgspec.msgpack.encode(sent, enc_hook=enc_hook), type=type(sent), dec_hook=dec_hook
-        )
+        message = msgspec.msgpack.encode(sent, enc_hook=enc_hook)
+        msgspec.msgpack.decode(message, type=type(sent), dec_hook=dec_hook, ext_hook=ext_hook)
     except UnicodeError:
         return True  # pickled it comes through
     except Exception:

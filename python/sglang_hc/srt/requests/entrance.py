@@ -25,6 +25,7 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     dec_hook,
     enc_hook,
+    ext_hook,
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -151,7 +152,9 @@ def check_tokenized(original: Callable[..., Any], self: Any, *args: Any, **kwarg
         for name, value in _BULK.items():
             if hasattr(small, name):
                 setattr(small, name, value)
-        msgspec.msgpack.decode(_encode(small), type=type(small), dec_hook=dec_hook)
+        msgspec.msgpack.decode(
+            _encode(small), type=type(small), dec_hook=dec_hook, ext_hook=ext_hook
+        )
         wrong = request_wrong(small, self.model_config.vocab_size, self.model_config.hidden_size)
         if wrong is not None:
             raise ValueError(wrong)
