@@ -46,7 +46,9 @@ class Engine:
 
         # In hidden form the factory chooses a projection and a stream; KV form uses neither.
         words = ["--hc-forms", "hidden", "--hc-host-size-gb", "0.25"]
-        words += ["--max-total-tokens", str(tokens + 1024), "--disable-cuda-graph"]
+        words += ["--max-total-tokens", str(tokens + 1024)]
+        words += ["--cuda-graph-backend-decode", "disabled"]
+        words += ["--cuda-graph-backend-prefill", "disabled"]
         self.core = Core(
             *words, *flags, model=str(folder.resolve()), profile=None,
             SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE="0",
