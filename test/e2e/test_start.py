@@ -78,7 +78,21 @@ def refusal(argv: tuple[str, ...]) -> tuple[object, str]:
             ("--hc-overflow", "reembed", "--speculative-draft-model-path", "some"),
             ("--hc-overflow reembed", "--speculative-draft-model-path", "recompute"),
         ),
-        (("--enable-dp-attention",), ("--enable-dp-attention", "--hc-disable")),
+        (
+            ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
+            ("--attn-dp-size above 1", "--hc-disable"),
+        ),
+        (("--tp-size", "2", "--attn-dp-size", "2"), ("--attn-dp-size above 1", "--hc-disable")),
+        (("--enable-prefill-cp",), ("--enable-prefill-cp", "--hc-disable")),
+        (("--enable-layernorm-sp",), ("--enable-layernorm-sp", "--hc-disable")),
+        (("--enable-kv-cache-sharding",), ("--enable-kv-cache-sharding", "--hc-disable")),
+        (("--enable-nvidia-megakernel",), ("--enable-nvidia-megakernel", "skip the taps")),
+        (("--enable-amd-monokernel",), ("--enable-amd-monokernel", "skip the taps")),
+        (("--startup-weight-load-mode", "overlap"), ("load-mode overlap", "--hc-disable")),
+        (("--radix-eviction-policy", "tlru"), ("--radix-eviction-policy tlru", "--hc-disable")),
+        (("--enable-mis",), ("--enable-mis", "--hc-disable")),
+        (("--elastic-ep-backend", "nixl"), ("--elastic-ep-backend", "--hc-disable")),
+        (("--use-ray",), ("--use-ray", "--hc-disable")),
         (
             ("--attention-backend", "triton", "--cuda-graph-backend-prefill", "full"),
             ("--cuda-graph-backend-prefill full", "breakable or disabled", "--hc-disable"),
@@ -89,7 +103,10 @@ def refusal(argv: tuple[str, ...]) -> tuple[object, str]:
         # Both were taken without a word, and never built.
         (("--enable-lmcache",), ("--enable-lmcache", "--hc-disable")),
         (("--enable-flexkv",), ("--enable-flexkv", "--hc-disable")),
-        (("--page-size", "16"), ("--page-size 16", "needs a GPU")),
+        (
+            ("--enable-unified-cache-external-linker",),
+            ("--enable-unified-cache-external-linker", "--hc-disable"),
+        ),
         (("--grammar-backend", "xgrammar"), ("--grammar-backend xgrammar", "needs a GPU")),
         (("--smg-grpc-mode",), ("--smg-grpc-mode", "without the checks", "--hc-disable")),
         (("--grpc-mode",), ("--grpc-mode", "without the checks", "--hc-disable")),
@@ -126,6 +143,27 @@ def test_sglangs_server_in_rust_is_refused(models: None) -> None:
     status, said = run_in_child(refusal_with, "SGLANG_RUST_SERVER", "1")
     assert status == 2 and "Traceback" not in said
     assert "SGLANG_RUST_SERVER" in said and "without the checks" in said
+
+
+def test_another_application_for_tokenizer_workers_is_refused(models: None) -> None:
+    """They would check nothing."""
+    status, said = run_in_child(refusal_with, "SGLANG_HTTP_SERVER_APP_PATH", "my.server:app")
+    assert status == 2 and "SGLANG_HTTP_SERVER_APP_PATH" in said and "Traceback" not in said
+
+
+def refusal_of(model: Path) -> tuple[object, str]:
+    return refusal(("--model-path", str(model)))
+
+
+def test_what_sglang_chooses_for_a_model_is_refused_as_well(models: None, tmp_path: Path) -> None:
+    """No flag asks for it: SGLang itself serves such a model for embeddings, and only these."""
+    config = json.loads((MODELS / "llama-mha" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "architectures": ["LlamaEmbeddingModel"]})
+    )
+    status, said = run_in_child(refusal_of, tmp_path)
+    assert status == 2 and "Traceback" not in said
+    assert "--is-embedding" in said and "--hc-disable" in said
 
 
 def test_a_family_that_cannot_recompute_is_refused_with_such_a_plan(

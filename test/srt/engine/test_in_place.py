@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import sglang
+from sglang.srt.arg_groups import resolution_hooks
 from sglang.srt.mem_cache import registry
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from benchmark.harness import arms
 from sglang_hc.srt import plugin
+from sglang_hc.srt.arguments import server_args
 from sglang_hc.srt.engine import in_place
 from support.core import import_engine
 
@@ -29,16 +31,25 @@ def test_each_hook_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
             assert in_place.missing() == [target]
 
 
+def test_each_step_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's arguments would be resolved without us."""
+    for name in server_args.STEPS:
+        with monkeypatch.context() as patch:
+            patch.setitem(resolution_hooks._HOOKS, name, [])
+            assert in_place.missing() == [name]
+
+
 def test_a_plugin_that_failed_on_the_way_left_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tree is registered last."""
     monkeypatch.setattr(in_place, "_expected", {})
+    monkeypatch.setattr(in_place, "_steps", {})
     monkeypatch.delitem(registry._RADIX_CACHE_REGISTRY, in_place.BACKEND)
     assert in_place.missing() == ["radix cache backend 'hc'"]
 
 
 def test_another_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang, "__version__", "0.5.16")
-    assert in_place.missing() == [f"sglang=={in_place.SGLANG_VERSION} (found 0.5.16)"]
+    monkeypatch.setattr(sglang, "__version__", "0.5.22")
+    assert in_place.missing() == [f"sglang=={in_place.SGLANG_VERSION} (found 0.5.22)"]
 
 
 def test_sglangs_attention_stays_where_a_comparison_wants_it(
