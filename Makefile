@@ -28,7 +28,7 @@ endif
 # An engine imports a thousand modules; without their bytecode each start takes half a minute more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup models demo demo-forms test test-fast lint nightly audit
+.PHONY: setup models demo demo-forms test suite test-fast lint nightly canary audit
 
 setup: $(INSTALLED)
 
@@ -56,7 +56,9 @@ demo-forms: setup
 	$(BIN)/python scripts/make_tiny_models.py --output models --only demo
 	$(BIN)/python -m benchmark.demo forms
 
-test: lint models
+test: lint models suite
+
+suite:
 	$(PYTEST) -m "not slow" $(KERNEL_TESTS)
 	$(PYTEST) -m "not slow and not server" $(TWO) test
 	$(PYTEST) -m "server and not slow" $(TWO) test
@@ -75,7 +77,17 @@ lint: setup
 nightly: models
 	$(PYTEST) -m slow $(KERNEL_TESTS)
 	$(PYTEST) -m slow test
+	$(MAKE) canary
 	$(MAKE) audit
+
+# The suite on the newest SGLang that the package index has, beside the one that is pinned.
+canary: models
+	$(UV) venv --allow-existing --python $(BIN)/python .canary
+	echo sglang > .canary/newest.txt
+	$(UV) pip install --upgrade --python .canary/bin/python --override .canary/newest.txt \
+		-e '.[dev,real-model]'
+	.canary/bin/python -c 'import sglang; print("SGLang", sglang.__version__)'
+	SGLANG_HC_ANY_SGLANG=1 $(MAKE) suite BIN=.canary/bin
 
 # Not part of `make test`: advisories appear without a change here.
 audit: setup

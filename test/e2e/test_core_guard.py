@@ -13,7 +13,6 @@ from sglang_hc.srt import plugin
 from sglang_hc.srt.engine import guard
 from sglang_hc.srt.tree.capturing_tree import CapturingTree
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
-from support.adapters import adapter_flags, adapter_ids, write_adapter
 from support.core import Core, run_in_child
 from support.planted import Faults, guarded_methods
 from support.prompts import SMALL, prompt
@@ -35,9 +34,8 @@ GUARDED = {
 }
 ELSEWHERE = {
     "preemption.preempt_to_schedule", "speculation.sampled", "speculation.accepted",
-    "hooks.adapter_fits",
-}  # fmt: skip
-"""Not reached without priorities, a draft model or adapters, which have tests of their own."""
+}
+"""Not reached without priorities or a draft model, which have tests of their own."""
 
 PLACES = sorted({*guarded_methods(), *GUARDED} - ELSEWHERE)
 
@@ -104,7 +102,7 @@ def test_every_method_that_sglang_calls_is_guarded_or_says_why_not() -> None:
     assert of_tree <= public
 
 
-# -- hooks that only speculation, priorities or adapters reach -----------------------------------
+# -- hooks that only speculation or priorities reach ---------------------------------------------
 
 LOW, HIGH = prompt("low", 120), prompt("high", 200)
 both_sides = pytest.mark.parametrize("late", [False, True], ids=["before", "behind"])
@@ -176,36 +174,3 @@ def test_of_priorities(models: None, late: bool) -> None:
     alone, broken, retractions, sound, errors = run_in_child(make_room, late)
     assert errors > 0 and retractions > 0
     assert broken == sound == alone
-
-
-def ask_with_adapters(late: bool, adapters: dict[str, str]) -> tuple[Any, ...]:
-    """Replies with each adapter before, while the hook fails and afterwards; errors; tokens that
-    came back."""
-    faults = Faults()
-    faults.plant()
-    flags = ("--hc-forms", "kv", *SMALL, "--max-total-tokens", "1280")
-    core = Core(*adapter_flags(adapters, 1), *flags, model=MODEL)
-    loras = list(adapter_ids(core).values())
-
-    def ask() -> tuple[list[list[int]], list[int]]:
-        core.settle()
-        core.evict()
-        rids = [core.submit(HIGH, 16, lora=lora) for lora in loras]
-        core.run()
-        replies = [core.reply(rid) for rid in rids]
-        return [reply.tokens for reply in replies], [reply.cached for reply in replies]
-
-    first, _ = ask()
-    faults.place, faults.late = "hooks.adapter_fits", late
-    broken, _ = ask()
-    faults.place, errors = "", guard.counters["guarded_errors"]
-    sound, cached = ask()
-    return first, broken, sound, cached, errors
-
-
-@both_sides
-def test_of_adapters(models: None, tmp_path: Path, late: bool) -> None:
-    adapters = {name: write_adapter(tmp_path / name, i, MODEL) for i, name in enumerate("ab")}
-    first, broken, sound, cached, errors = run_in_child(ask_with_adapters, late, adapters)
-    assert errors > 0 and first[0] != first[1]
-    assert first == broken == sound and min(cached) >= 128

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +41,7 @@ class Faults:
         for name, method in guarded_methods().items():
             self._plant(method, "own", name)
         for entries in HookRegistry._hooks.values():
-            for _, hook, _ in entries:
+            for hook in (inspect.unwrap(entry[1]) for entry in entries):
                 if "hook" in hook.__code__.co_freevars:  # it is guarded
                     self._plant(hook, "hook", guard.name_of(hook))
 

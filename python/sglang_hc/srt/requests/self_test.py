@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import sglang
 from sglang.srt.managers.io_struct import DumperControlReqInput, GenerateReqInput
 from sglang.srt.utils.common import kill_process_tree
 
@@ -67,7 +68,7 @@ def wait_and_warmup(original: Callable[..., None], server_args: Any, **kwargs: A
             logger.error(
                 "sglang-hc: the tiers do not serve on SGLang %s: %s. Use the release that this "
                 "version of sglang-hc is made for, or start with --hc-disable",
-                in_place.SGLANG_VERSION,
+                sglang.__version__,
                 error,
             )
             kill_process_tree(os.getpid())
