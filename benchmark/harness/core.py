@@ -142,7 +142,7 @@ class Core:
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        sampling = {"temperature": 0.0, **sampling, "max_new_tokens": new, "ignore_eos": True}
+        sampling = {"temperature": 0.0, "ignore_eos": True, **sampling, "max_new_tokens": new}
         limit = self.scheduler.max_req_input_len
         length, tokens = len(tokens), list(tokens)
         salt, sampling = tokenizers_part(self.args, limit, tokens, salt, sampling)

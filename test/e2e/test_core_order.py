@@ -78,15 +78,19 @@ def served(
     beside: bool = False,
     control: Callable[[OrderedCore], None] | None = None,
 ) -> dict[str, Any]:
-    """Five conversations of two turns, all of the first evicted before the second; then new weights
-    while requests run."""
+    """Five conversations of two turns, all of the first evicted before the second; in between they
+    end at a token, while the pass behind it is under way; then new weights while requests run."""
     core = OrderedCore(*FLAGS, *flags, beside=beside)
     if control is not None:
         control(core)
     prompts = [prompt(i, 70 + 10 * i) for i in range(5)]
     first = [core.submit(tokens, 4 + i) for i, tokens in enumerate(prompts)]
     core.run()
-    told = [[*tokens, *core.reply(rid).tokens] for tokens, rid in zip(prompts, first, strict=True)]
+    replies = [core.reply(rid).tokens for rid in first]
+    told = [[*tokens, *reply] for tokens, reply in zip(prompts, replies, strict=True)]
+    for tokens, reply in zip(prompts, replies, strict=True):
+        core.submit(tokens, 20, "stops", stop_token_ids=reply[-1:], ignore_eos=False)
+    core.run()
     core.settle()
     core.flood(random.Random(1), POOL)
     second = [core.submit([*tokens, *prompt(9, 20)], 4) for tokens in told]
