@@ -13,6 +13,7 @@ import pytest
 from sglang_hc.store.disk.folders import model_folders, store_root
 from sglang_hc.store.disk.sharing import living_servers
 from support.prompts import in_directory, on_disk, prompt
+from support.ranked_core import ENV
 from support.served import (
     ask_replica,
     first_turn,
@@ -56,7 +57,7 @@ def test_replicas_remember_their_conversations_and_share_the_disk(
 ) -> None:
     disk, trace = tmp_path / "disk", tmp_path / "trace.jsonl"
     flags = ("--dp-size", "2", "--hc-disk", f"{disk}:2", "--hc-trace", str(trace))
-    with start(tmp_path / "log", *flags) as server:
+    with start(tmp_path / "log", *flags, env=ENV) as server:
         first, second = replicas(server)
         assert first["host_slots"] == second["host_slots"]
         assert 0.09 * 2**30 < first["host_bytes"] <= 0.1 * 2**30, "half of --hc-host-size-gb each"

@@ -121,6 +121,8 @@ def check_fields(obj: Any) -> None:
             raise ValueError(
                 f"{name} is not taken from requests by this server: {why}; leave it out"
             )
+    if not isinstance(getattr(obj, "priority", None), int | None):
+        raise ValueError("priority must be a whole number")
     moved = getattr(obj, "positional_embed_overrides", None)
     for one in moved if isinstance(moved, list) else [moved]:
         if not isinstance(one, PositionalEmbeds | None):
