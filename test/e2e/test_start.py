@@ -80,7 +80,7 @@ def refusal(argv: tuple[str, ...]) -> tuple[object, str]:
         ),
         (
             ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
-            ("--attn-dp-size above 1", "--hc-disable"),
+            ("--attn-dp-size above 1", "--enable-dp-attention", "--hc-disable"),
         ),
         (("--tp-size", "2", "--attn-dp-size", "2"), ("--attn-dp-size above 1", "--hc-disable")),
         (("--enable-prefill-cp",), ("--enable-prefill-cp", "--hc-disable")),

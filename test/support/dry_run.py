@@ -35,7 +35,7 @@ class Reached(Exception):
 def pretend_gpu() -> None:
     """Pretend that this machine has one GPU like an H100, with its memory, and 128 GiB beside."""
     import torch
-    from sglang.srt import server_args
+    from sglang.srt.utils import common
 
     import sglang_hc.memory
     from benchmark.harness import machine
@@ -50,8 +50,10 @@ def pretend_gpu() -> None:
     cuda.get_device_properties = lambda device=None: found
     cuda.get_device_name = lambda device=None: found.name
     cuda.mem_get_info = lambda device=None: (GPU_GIB * GIB, GPU_GIB * GIB)
-    changed: Any = server_args
-    changed.get_device_memory_capacity = lambda device=None: GPU_GIB * 1024
+    theirs: Any = common
+    theirs.get_nvgpu_memory_capacity = lambda: GPU_GIB * 1024
+    for known in list(vars(common).values()):  # what SGLang has found on this machine
+        getattr(known, "cache_clear", int)()
     memory: Any = sglang_hc.memory
     memory.meminfo = lambda field: 128 * GIB
     memory.cgroups = list
@@ -69,6 +71,7 @@ def resolve(words: Sequence[str], ours: bool = True) -> None:
     os.environ["SGLANG_HC_ENABLE"] = "1" if ours else "0"
     load_plugins()
     args = prepare_server_args(["--device", "cuda", *words])
+    args.resolve_once()
     ModelConfig.from_server_args(args)
 
 

@@ -243,7 +243,8 @@ def refuse_modes(args: Any, config: HcConfig) -> None:
     for name, why in SWITCHES.items():
         _refuse(asked(args, name), _flag(name), why)
     for name, why in SIZES.items():
-        _refuse(asked(args, name) > 1, f"{_flag(name)} above 1", why)
+        old = " (--enable-dp-attention)" if name == "attn_dp_size" else ""
+        _refuse(asked(args, name) > 1, f"{_flag(name)} above 1{old}", why)
     for name, (value, why) in VALUES.items():
         _refuse(asked(args, name) == value, f"{_flag(name)} {value}", why)
     for name in ("cpu_offload_gb", "offload_group_size"):
