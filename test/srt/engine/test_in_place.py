@@ -8,6 +8,7 @@ from sglang.srt.arg_groups import resolution_hooks
 from sglang.srt.mem_cache import registry
 from sglang.srt.plugins.hook_registry import HookRegistry
 
+from benchmark import ROOT
 from benchmark.harness import arms
 from sglang_hc.srt import plugin
 from sglang_hc.srt.arguments import server_args
@@ -29,6 +30,16 @@ def test_each_hook_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         with monkeypatch.context() as patch:
             patch.setattr(HookRegistry, "_patched", HookRegistry._patched - {target})
             assert in_place.missing() == [target]
+
+
+def test_the_page_of_seams_names_each_hook() -> None:
+    page = (ROOT / "docs/structure.md").read_text()
+    for hook in plugin.all_hooks():
+        name = hook.target.rpartition(".")[2]
+        listed = f"`{name}`" in page or f".{name}`" in page
+        assert listed or ("SchedulerWeightUpdaterManager" in hook.target), hook.target
+        starred = f"{name}`\\*" in page
+        assert starred == (hook.proof is not None), hook.target
 
 
 def test_each_step_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

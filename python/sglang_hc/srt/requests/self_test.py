@@ -115,6 +115,9 @@ async def _prove_replica(manager: Any, replica: int, count: int, weighed: bool) 
         return [one for reply in await manager.dumper_control(asked) for one in reply.response]
 
     first = await ask()
+    never = sorted({name for reply in await control("stored") for name in reply["never_ran"]})
+    if never:
+        raise NotProven(f"never called in the scheduler: {', '.join(never)}")
     deadline = time.monotonic() + STORED_S
     while not any(reply["stored"] >= count - 1 for reply in await control("stored")):
         if time.monotonic() > deadline:
@@ -124,7 +127,7 @@ async def _prove_replica(manager: Any, replica: int, count: int, weighed: bool) 
     try:
         again = await ask()
     finally:
-        ended = await control("end")
+        await control("end")
     cached = (again.get("cached_tokens_details") or {}).get("host", 0)
     if cached != count - 1:
         raise NotProven(
@@ -138,9 +141,6 @@ async def _prove_replica(manager: Any, replica: int, count: int, weighed: bool) 
                 "attention read something else than the block that was restored (the log "
                 f"probability of a token was {before:.4f} and became {after:.4f})"
             )
-    never = sorted({name for reply in ended for name in reply["never_ran"]})
-    if never:
-        raise NotProven(f"never called in the scheduler: {', '.join(never)}")
 
 
 # -- in the scheduler ----------------------------------------------------------------------------

@@ -1,0 +1,106 @@
+"""The test of a start, over SGLang's real scheduler: it passes, and it fails with a sentence that
+names the seam where SGLang does not run one hook, which is in place all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import pkgutil
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+from sglang_hc.srt import plugin
+from sglang_hc.srt.engine import in_place
+from sglang_hc.srt.requests import self_test
+from support.core import Core, run_in_child
+from support.prompts import SMALL
+
+SERVED = sorted(
+    {hook.target for hook in plugin.all_hooks() if hook.proof is in_place.Proof.SCHEDULER}
+)
+
+
+class Manager:
+    """What the test of a start asks of SGLang's tokenizer manager, of an engine without one."""
+
+    is_generation = True
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.server_args = core.args
+        self.model_config = core.scheduler.model_config
+        self.context_len = core.scheduler.max_req_input_len
+
+    async def get_internal_state(self) -> list[dict[str, Any]]:
+        from sglang.srt.managers.io_struct import GetInternalStateReq
+
+        return [self._core.scheduler.get_internal_state(GetInternalStateReq()).internal_state]
+
+    async def dumper_control(self, asked: Any) -> list[Any]:
+        answers: list[Any] = []
+        channel = self._core.scheduler.ipc_channels.send_to_tokenizer
+        channel.send_output = lambda output, _: answers.append(output)
+        self._core.settle()
+        self._core.scheduler.handle_dumper_control(asked)
+        return answers
+
+    async def generate_request(self, asked: Any, request: Any) -> AsyncIterator[dict[str, Any]]:
+        core = self._core
+        rid = core.submit(asked.input_ids, 1, asked.extra_key, top=1)
+        core.run()
+        reply = core.reply(rid)
+        value = core.requests[rid].logprob.output_token_logprobs_val[0]
+        yield {
+            "meta_info": {
+                "cached_tokens_details": {"device": reply.device, "host": reply.host},
+                "output_token_logprobs": [(float(value), reply.tokens[0], None)],
+            }
+        }
+
+
+def start(undo: str, *flags: str) -> str:
+    """What a start shows where SGLang does not run the hooks of a function; empty: all is well."""
+    owner, _, name = undo.rpartition(".")
+    for _ in HookRegistry._hooks.get(undo, ()):
+        found = pkgutil.resolve_name(owner)
+        setattr(found, name, vars(found)[name].__wrapped__)
+    self_test.STORED_S = 3.0
+    core = Core(*SMALL, *flags)
+    in_place._proven = True  # else the scheduler would end itself, as it does without the test
+    if owner == "HcRadixCache":
+        setattr(core.tree, name, lambda: -1)
+    try:
+        asyncio.run(self_test.prove(Manager(core)))
+    except self_test.NotProven as error:
+        tree = core.tree
+        left = tree.restorer.planner.always or list(tree.tiers.host.tree.nodes())
+        assert not left or undo, "nothing is left of a test that came to its end"
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--hc-forms", "kv"),
+        ("--hc-forms", "hidden:2,kv:2", "--page-size", "16"),
+        ("--hc-forms", "recompute:1,kv:3", "--page-size", "128"),
+    ],
+)
+def test_a_sound_start_passes(models: None, flags: tuple[str, ...]) -> None:
+    """But for the tokenizer's hooks: there is no tokenizer here."""
+    assert run_in_child(start, "", *flags).startswith("never called in the tokenizer")
+
+
+@pytest.mark.parametrize("undo", SERVED)
+def test_a_hook_that_sglang_does_not_call_is_named(models: None, undo: str) -> None:
+    said = run_in_child(start, undo, "--hc-forms", "kv")
+    assert said.startswith("never called in the scheduler") and undo in said
+
+
+def test_what_is_not_restored_in_time_is_noticed(models: None) -> None:
+    """SGLang does not ask for the restorations of a pass: attention reads what is in the slots."""
+    said = run_in_child(start, "HcRadixCache.ready_to_load_host_cache", "--hc-forms", "kv")
+    assert said.startswith("attention read something else")
