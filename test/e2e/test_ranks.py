@@ -133,6 +133,5 @@ def test_ranks_measure_together_and_decide_by_one_measurement(
     assert first[:4] == second[:4] and first[0] is not None
     assert f"{parallel} parallel 2" in first[0].fingerprint
     assert len(first[4]) == 1, "one rank writes the profile"
-    if not first[0].is_noisy:
-        again = run_ranks(started, kind, str(tmp_path))
-        assert again[1][0] == first[0], "the next start takes it"
+    again = run_ranks(started, kind, str(tmp_path))
+    assert again[1][0] == first[0], "the next start takes it"

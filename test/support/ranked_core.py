@@ -18,7 +18,7 @@ from support.core import Core, Idle, run_in_children
 
 ENV = {
     "SGLANG_NCCL_SO_PATH": "/nonexistent",  # else SGLang asks for CUDA
-    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1",
     "TORCHDYNAMO_DISABLE": "1",  # compiling one small function would take half a minute
 }
 
@@ -104,9 +104,6 @@ class StagedCore(RankedCore):
     so `run` is not to be told a number of iterations."""
 
     sizes: ClassVar[dict[str, int]] = {"--pp-size": 2}
-    env: ClassVar[dict[str, str]] = {
-        name: value for name, value in ENV.items() if name != "SGLANG_CPU_OMP_THREADS_BIND"
-    }
 
     def _take_place(self, rank: int) -> None:
         self.pp_rank = rank
@@ -133,7 +130,6 @@ class GridCore(StagedCore):
     """The core of one of four ranks: two stages of two tensor-parallel ranks each."""
 
     sizes: ClassVar[dict[str, int]] = {"--tp-size": 2, "--pp-size": 2}
-    env: ClassVar[dict[str, str]] = ENV
 
     def _take_place(self, rank: int) -> None:
         self.pp_rank, self.tp_rank = divmod(rank, 2)
