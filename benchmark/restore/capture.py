@@ -56,9 +56,13 @@ def measure(case: dict[str, Any]) -> dict[str, float]:
     found = {}
     for batch in (1, *case["batches"]):  # the first pays for everything that happens once
         times: list[float] = []
+
+        def noted(_: int, times: list[float] = times) -> None:
+            times.append(time.perf_counter())
+
         for _ in range(batch):
             core.submit([rng.randrange(3, 900) for _ in range(case["prompt"])], case["new"])
-        core.run(each_pass=lambda _, times=times: times.append(time.perf_counter()))
+        core.run(each_pass=noted)
         last = len(times) - SETTLING
         steps = times[last - case["new"] + 2 * SETTLING : last]
         found[str(batch)] = statistics.median(b - a for a, b in pairwise(steps))
