@@ -4,18 +4,25 @@ names the seam where SGLang does not run one hook, which is in place all the sam
 from __future__ import annotations
 
 import asyncio
+import os
 import pkgutil
+import subprocess
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry
 
+from benchmark import ROOT
+from benchmark.harness.server import free_port
 from sglang_hc.srt import plugin
 from sglang_hc.srt.engine import in_place
 from sglang_hc.srt.requests import self_test
-from support.core import Core, run_in_child
+from support.core import MODELS, Core, run_in_child
 from support.prompts import SMALL
+from support.waiting import HANGS_S
 
 SERVED = sorted(
     {hook.target for hook in plugin.all_hooks() if hook.proof is in_place.Proof.SCHEDULER}
@@ -104,3 +111,38 @@ def test_what_is_not_restored_in_time_is_noticed(models: None) -> None:
     """SGLang does not ask for the restorations of a pass: attention reads what is in the slots."""
     said = run_in_child(start, "HcRadixCache.ready_to_load_host_cache", "--hc-forms", "kv")
     assert said.startswith("attention read something else")
+
+
+@pytest.mark.server
+def test_such_a_server_ends_with_one_sentence(models: None, tmp_path: Path) -> None:
+    """Another plugin has SGLang's function run without our hook, in every process."""
+    (tmp_path / "undo.py").write_text(UNDO)
+    about = tmp_path / "undo-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: undo\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[sglang.srt.plugins]\nundo = undo:activate\n")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "sglang_hc.launch_server", "--hc-forms", "kv", *SMALL),
+            *("--model-path", str(MODELS / "llama-mha"), "--port", str(free_port())),
+        ],
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'python'}:{tmp_path}", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=HANGS_S, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    said = [
+        line for line in done.stderr.splitlines() if "sglang-hc: the tiers do not serve" in line
+    ]
+    assert len(said) == 1 and "Scheduler._add_request_to_queue" in said[0]
+
+
+UNDO = """
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+def activate():
+    apply = HookRegistry._apply_target
+    def all_but_one(target, hooks):
+        if not target.endswith("_add_request_to_queue"):
+            apply(target, hooks)
+    HookRegistry._apply_target = all_but_one
+"""
