@@ -114,6 +114,7 @@ def test_what_is_not_restored_in_time_is_noticed(models: None) -> None:
 
 
 @pytest.mark.server
+@pytest.mark.slow
 def test_such_a_server_ends_with_one_sentence(models: None, tmp_path: Path) -> None:
     """Another plugin has SGLang's function run without our hook, in every process."""
     (tmp_path / "undo.py").write_text(UNDO)
@@ -130,9 +131,8 @@ def test_such_a_server_ends_with_one_sentence(models: None, tmp_path: Path) -> N
         capture_output=True, text=True, timeout=HANGS_S, check=False,
     )  # fmt: skip
     assert done.returncode != 0
-    said = [
-        line for line in done.stderr.splitlines() if "sglang-hc: the tiers do not serve" in line
-    ]
+    lines = done.stderr.splitlines()
+    said = [line for line in lines if "sglang-hc:" in line and "the tiers do not serve" in line]
     assert len(said) == 1 and "Scheduler._add_request_to_queue" in said[0]
 
 
