@@ -188,6 +188,11 @@ def replicas(args: Any) -> int:
     return _now(args, "dp_size")
 
 
+def stages(args: Any) -> int:
+    """Of the pipeline, each with some of the layers."""
+    return _now(args, "pp_size")
+
+
 def draft_algorithm(args: Any) -> str | None:
     """Of speculative decoding."""
     return _now(args, "speculative_algorithm")
