@@ -97,7 +97,7 @@ async def prove(manager: Any) -> None:
 
 async def _prove_replica(manager: Any, replica: int, count: int, weighed: bool) -> None:
     """weighed: the log probability of a reply is asked for; not with speculative decoding."""
-    vocabulary = manager.model_config.vocab_size  # its ends have tokens with a meaning of their own
+    vocabulary = manager.model_config.vocab_size  # special tokens are at its ends
     tokens = random.choices(range(vocabulary // 4, vocabulary // 2), k=count)
     key = f"self-test-{secrets.token_hex(16)}"
     body = {"namespace": client_namespace(None, key), "tokens": tokens}
