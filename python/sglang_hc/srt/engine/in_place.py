@@ -100,8 +100,8 @@ def prove() -> None:
         never = never_ran(Proof.SCHEDULER)
         if never:
             raise RuntimeError(
-                f"sglang-hc: SGLang {sglang.__version__} never called {', '.join(never)}: the tiers "
-                "do not serve. Use the release that this version is made for, or --hc-disable"
+                f"sglang-hc: the tiers do not serve: SGLang {sglang.__version__} never called "
+                f"{', '.join(never)}. Use the release that this version is made for, or --hc-disable"
             )
 
 
