@@ -187,7 +187,7 @@ def test_what_a_cut_leaves_stays_its_clients() -> None:
 
 def test_replies_to_a_prompt_that_was_cut_say_so() -> None:
     """SGLang finds a request's state when it is told to wait, while that is there."""
-    request, asked_for = asked(LIMIT + 1), []
+    request, asked_for = asked(LIMIT + 1), list[Any]()
 
     def wait(self: Any, obj: Any, raw: Any) -> AsyncIterator[Any]:
         asked_for.append((obj, raw))
