@@ -319,10 +319,10 @@ def clear(rank: int, port: int, folder: str) -> dict[str, Any]:
     )
     receive, passes = core.scheduler.request_receiver.recv_requests, itertools.count()
 
-    def while_it_runs() -> list[Any]:
+    def while_it_runs(**given: Any) -> list[Any]:
         if next(passes) == 12:
             core.inbox.extend([weights, io_struct.ClearHiCacheReqInput()])
-        received: list[Any] = receive()
+        received: list[Any] = receive(**given)
         return received
 
     core.scheduler.request_receiver.recv_requests = while_it_runs
@@ -362,10 +362,10 @@ def count_messages(rank: int, port: int, *flags: str) -> list[Counter[str]]:
     passes: list[Counter[str]] = []
     receive = core.scheduler.request_receiver.recv_requests
 
-    def noted() -> Any:
+    def noted(**given: Any) -> Any:
         passes.append(made.copy())
         made.clear()
-        return receive()
+        return receive(**given)
 
     core.scheduler.request_receiver.recv_requests = noted
     core.submit(PROMPT[:100], 80)
