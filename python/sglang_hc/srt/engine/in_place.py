@@ -101,7 +101,7 @@ def prove() -> None:
         if never:
             raise RuntimeError(
                 f"sglang-hc: the tiers do not serve: SGLang {sglang.__version__} never called "
-                f"{', '.join(never)}. Use the release that this version is made for, or --hc-disable"
+                f"{', '.join(never)}. Use the release that this version is for, or --hc-disable"
             )
 
 
