@@ -118,6 +118,19 @@ def test_an_abort_leaks_nothing(models: None) -> None:
         assert seen["staged"] == 0
 
 
+def first_is_aborted() -> int:
+    core = Core("--hc-forms", "kv", *SMALL, "--chunked-prefill-size", "64")
+    victim = core.submit(prompt(8, 150), 20)
+    core.run(each_pass=When(lambda: victim in core.requests, partial(core.abort, victim)))
+    core.settle()
+    return len(core.ask(prompt(9, 100), 8).tokens)
+
+
+def test_a_server_whose_first_request_is_aborted_serves_the_next(models: None) -> None:
+    """Between two chunks, before every hook was called: no proof of a release that calls fewer."""
+    assert run_in_child(first_is_aborted) == 8
+
+
 def retracting_cut_prompts() -> tuple[list[Any], dict[str, int]]:
     from sglang.srt.managers import scheduler
 

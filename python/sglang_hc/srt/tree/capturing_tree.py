@@ -117,7 +117,8 @@ class CapturingTree(DeviceTree):
             keep = owned if retracted else min(owned, fields.tokens_in_tree(req))
             self._keep_last(req, keep, owned)
         self.waiting.finished(req, -(-owned // BLOCK_TOKENS))
-        in_place.answered()
+        if checkpointed:  # one that was aborted may have left before some hooks
+            in_place.answered()
         theirs(req, checkpointed=checkpointed)
 
     def _keep_last(self, req: Any, keep: int, computed: int) -> None:
