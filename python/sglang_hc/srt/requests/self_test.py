@@ -63,7 +63,8 @@ def wait_and_warmup(original: Callable[..., None], server_args: Any, **kwargs: A
 
         manager = get_global_state().tokenizer_manager
         try:
-            asyncio.run_coroutine_threadsafe(prove(manager), manager.event_loop).result()
+            if manager.event_loop is not None:  # else another tokenizer worker had the warm-up
+                asyncio.run_coroutine_threadsafe(prove(manager), manager.event_loop).result()
         except NotProven as error:
             logger.error(
                 "sglang-hc: the tiers do not serve on SGLang %s: %s. Use the release that this "
