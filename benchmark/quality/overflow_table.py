@@ -266,6 +266,7 @@ class Bench:
         from sglang_hc.restore.path import Restoration
         from sglang_hc.tree.block_tree import BlockNode, Moved
         from sglang_hc.tree.identity import Prefix, pack_tokens
+        from sglang_hc.tree.namespaces import client_namespace
 
         core, dropped = self.core, window // 2
         tiers, left = core.tree.tiers, kept(sample.tokens, window, head)
@@ -276,7 +277,8 @@ class Bench:
             node.moved = Moved(node.block_id, dropped)
             return node
 
-        nodes = tiers.host.tree.match(Prefix(key, pack_tokens(sample.tokens[:window]))).nodes
+        prefix = Prefix(client_namespace(None, key), pack_tokens(sample.tokens[:window]))
+        nodes = tiers.host.tree.match(prefix).nodes
         rest = tuple(map(moved, nodes[dropped // BLOCK_TOKENS :]))
         first = tiers.restorer.path.pool.layout.plan.recompute
         parts = [
@@ -288,7 +290,8 @@ class Bench:
                 tiers.restorer.path.recomputer.run(part, lambda: None)
         tiers.restorer.restore_early(parts)
         name = f"restored {head} {window} {key}"  # sharing a head, prompts would own slots twice
-        core.tree.insert(InsertParams(key=RadixKey(array("q", left), name), value=slots))
+        whose = RadixKey(array("q", left), client_namespace(None, name))
+        core.tree.insert(InsertParams(key=whose, value=slots))
         return self._score(sample, window, left, FEWER, name)
 
 
