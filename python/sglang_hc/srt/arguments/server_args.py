@@ -91,7 +91,7 @@ VALUES = {
 """Those that are refused with one value, and why."""
 
 WITH_STAGES = {
-    "speculative_algorithm": "SGLang verifies no proposed tokens in a pipeline",
+    "speculative_algorithm": "proposed tokens in a pipeline were not tested",
     "pp_async_batch_depth": "results that are handled later were not tested",
     "enable_dynamic_chunking": (
         "stages would learn the sizes of chunks beside requests that restore"
