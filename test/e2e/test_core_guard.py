@@ -33,7 +33,9 @@ GUARDED = {
     if isinstance(hook.on_error, guard.Guarded)
 }
 ELSEWHERE = {
-    "preemption.preempt_to_schedule", "speculation.sampled", "speculation.accepted",
+    "preemption.preempt_to_schedule",
+    "speculation.sampled",
+    "speculation.accepted",
 }
 """Not reached without priorities or a draft model, which have tests of their own."""
 

@@ -184,8 +184,8 @@ def test_frames_answer_like_a_host_pool() -> None:
 
 
 def test_the_kinds_are_sglangs() -> None:
-    """What SGLang registers is offered, except what docs/remote.md says why it is not, and `file` is
-    a directory of our own."""
+    """What SGLang registers is offered, but for what docs/remote.md gives a reason for, and `file`
+    is a directory of our own."""
     left_out = {"aibrix", "tensorcast", "shm", "sim", "npu_memcache", "seaweedfs"}
     assert set(REMOTES) == set(StorageBackendFactory._registry) - left_out | {"dynamic"}
 
