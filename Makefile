@@ -77,8 +77,8 @@ lint: setup
 nightly: models
 	$(PYTEST) -m slow $(KERNEL_TESTS)
 	$(PYTEST) -m slow test
-	$(MAKE) canary
 	$(MAKE) audit
+	$(MAKE) canary
 
 # The suite on the newest SGLang that the package index has, beside the one that is pinned.
 canary: models

@@ -17,11 +17,12 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from benchmark import ROOT
 from benchmark.harness.server import free_port
+from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.srt import plugin
 from sglang_hc.srt.engine import in_place
 from sglang_hc.srt.requests import self_test
 from support.core import MODELS, Core, run_in_child
-from support.prompts import SMALL
+from support.prompts import SMALL, on_disk, prompt
 from support.waiting import HANGS_S
 
 SERVED = sorted(
@@ -49,14 +50,15 @@ class Manager:
         answers: list[Any] = []
         channel = self._core.scheduler.ipc_channels.send_to_tokenizer
         channel.send_output = lambda output, _: answers.append(output)
-        self._core.settle()
+        self._core.tree.tiers.drain()
         self._core.scheduler.handle_dumper_control(asked)
         return answers
 
     async def generate_request(self, asked: Any, request: Any) -> AsyncIterator[dict[str, Any]]:
         core = self._core
         rid = core.submit(asked.input_ids, 1, asked.extra_key, top=1)
-        core.run()
+        while rid not in core.requests or not core.requests[rid].finished():
+            core.run(steps=1)  # others go on for so long
         reply = core.reply(rid)
         value = core.requests[rid].logprob.output_token_logprobs_val[0]
         yield {
@@ -111,6 +113,30 @@ def test_what_is_not_restored_in_time_is_noticed(models: None) -> None:
     """SGLang does not ask for the restorations of a pass: attention reads what is in the slots."""
     said = run_in_child(start, "HcRadixCache.ready_to_load_host_cache", "--hc-forms", "kv")
     assert said.startswith("attention read something else")
+
+
+CLIENT = prompt("client", 100)
+
+
+def beside_a_client(folder: str) -> tuple[list[int], list[int], int]:
+    """The reply to a client without a namespace who is served meanwhile, the same again, and the
+    blocks on disk."""
+    core = Core(*SMALL, "--hc-forms", "kv", "--disable-overlap-schedule", *on_disk(folder))
+    rid = core.submit(CLIENT, 200)
+    core.run(steps=5)
+    with pytest.raises(self_test.NotProven, match="in the tokenizer"):
+        asyncio.run(self_test.prove(Manager(core)))
+    assert not core.requests[rid].finished(), "nobody was served beside the test"
+    core.run()
+    core.settle()
+    blocks = core.tree.stats()["disk_blocks"]
+    return core.reply(rid).tokens, core.ask(CLIENT, 200).tokens, blocks
+
+
+def test_a_client_who_is_served_meanwhile_loses_nothing(models: None, tmp_path: Path) -> None:
+    """Nothing of the test goes to disk."""
+    meanwhile, again, blocks = run_in_child(beside_a_client, str(tmp_path))
+    assert meanwhile == again and blocks == (len(CLIENT) + 200) // BLOCK_TOKENS
 
 
 @pytest.mark.server

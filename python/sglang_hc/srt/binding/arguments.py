@@ -193,6 +193,11 @@ def stages(args: Any) -> int:
     return _now(args, "pp_size")
 
 
+def tokenizer_workers(args: Any) -> int:
+    """Processes that take requests."""
+    return _now(args, "tokenizer_worker_num")
+
+
 def draft_algorithm(args: Any) -> str | None:
     """Of speculative decoding."""
     return _now(args, "speculative_algorithm")

@@ -68,6 +68,11 @@ def sampling_of(req: Any) -> Any:
     return req.sampling_params
 
 
+def generates(req: Any) -> bool:
+    """Whether it asks for tokens, and not for an embedding."""
+    return req.sampling_params.max_new_tokens > 0
+
+
 def has_other_inputs(req: Any) -> bool:
     """Whether any of OTHER_INPUTS is there. SGLang takes them from a request that is over."""
     return any(getattr(req, name, None) is not None for name in OTHER_INPUTS)

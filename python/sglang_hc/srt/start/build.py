@@ -55,6 +55,7 @@ from sglang_hc.srt.model.rotation import checked_rotation
 from sglang_hc.srt.ranks.decisions import ranks_of
 from sglang_hc.srt.ranks.replicas import Place, directories, host_share, place_of
 from sglang_hc.srt.ranks.start_group import StartGroup
+from sglang_hc.srt.requests.self_test import is_of_test
 from sglang_hc.srt.scheduling.speculation import draft_layers
 from sglang_hc.srt.tree.audit import Audit, can_audit
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
@@ -74,7 +75,7 @@ from sglang_hc.store.scatter_queue import ScatterQueue
 from sglang_hc.tiers.recording import recorder_of
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
-from sglang_hc.tree.block_tree import BlockTree
+from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier
 
 logger = logging.getLogger(__name__)
@@ -386,5 +387,9 @@ def _capture(
     if pool.layout.kv_layers:
         kv = DirectRows(pool.kv, *ways)
     state = DeviceState(device.pool, taken.taps, taken.verified, hidden, kv)
-    on_ready = disk.write_through if disk is not None else lambda node: None
+
+    def on_ready(node: BlockNode) -> None:
+        if disk is not None and not is_of_test(node.namespace):
+            disk.write_through(node)
+
     return Capture(pool.layout, host, scatters, state, on_ready, ranks.clock)

@@ -94,6 +94,8 @@ class CapturingTree(DeviceTree):
         """
         if fields.is_over(req):
             self._keep_last(req, up_to, up_to)
+            if fields.generates(req):
+                in_place.answered()
         elif self._keeps(req):
             tokens = fields.chunk_end_ids(req)
             length = len(tokens) // self.page_size * self.page_size
@@ -117,8 +119,6 @@ class CapturingTree(DeviceTree):
             keep = owned if retracted else min(owned, fields.tokens_in_tree(req))
             self._keep_last(req, keep, owned)
         self.waiting.finished(req, -(-owned // BLOCK_TOKENS))
-        if checkpointed:  # one that was aborted may have left before some hooks
-            in_place.answered()
         theirs(req, checkpointed=checkpointed)
 
     def _keep_last(self, req: Any, keep: int, computed: int) -> None:
