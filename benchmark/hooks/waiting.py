@@ -107,6 +107,7 @@ class Queue:
         tokens = array("q", range(self.count, self.count + BLOCKS * BLOCK_TOKENS + 1))
         req = SimpleNamespace(
             rid=f"r{self.count}", full_untruncated_fill_ids=tokens, extra_key=None,
+            skip_radix_cache_insert=False,
             sampling_params=SimpleNamespace(custom_params=None), cache_request_handle=object(),
             kv=SimpleNamespace(req_pool_idx=None),
         )  # fmt: skip

@@ -21,7 +21,7 @@ RIDS = 3
 
 steps = st.lists(
     st.one_of(
-        st.tuples(st.just("arrive"), st.sampled_from(["matched", "unmatched"])),
+        st.tuples(st.just("arrive"), st.sampled_from(["matched", "unmatched", "outside"])),
         st.tuples(st.just("admit"), st.lists(st.integers(0, 9), max_size=3)),
         st.tuples(st.sampled_from(["abort", "to_the_head"]), st.integers(0, 9)),
         st.tuples(st.sampled_from(["finish", "retract"]), st.integers(0, 9)),
@@ -58,11 +58,13 @@ class Server:
             kv=ReqKvInfo(),
             full_untruncated_fill_ids=array("q", [1]),
             extra_key=None,
+            skip_radix_cache_insert=how == "outside",
             sampling_params=SimpleNamespace(custom_params=None),
         )
         self.count += 1
-        if how == "matched":
+        if how != "unmatched":
             self.waiting.matched(req)
+        if how == "matched":
             self.known.add(serial_of(req))
         self.waiting.queued(req.cache_request_handle)
         self.waiting_queue.append(req)
@@ -99,7 +101,8 @@ class Server:
             req = self.running[at]
             self.finish(at)
             self.waiting.matched(req)
-            self.known.add(serial_of(req))
+            if not req.skip_radix_cache_insert:
+                self.known.add(serial_of(req))
             self.waiting.queued(req.cache_request_handle)
             self.waiting_queue.append(req)
 

@@ -73,6 +73,11 @@ def generates(req: Any) -> bool:
     return req.sampling_params.max_new_tokens > 0
 
 
+def stays_out_of_tree(req: Any) -> bool:
+    """Whether SGLang keeps nothing of it, as with embeddings in the place of tokens."""
+    return req.skip_radix_cache_insert
+
+
 def has_other_inputs(req: Any) -> bool:
     """Whether any of OTHER_INPUTS is there. SGLang takes them from a request that is over."""
     return any(getattr(req, name, None) is not None for name in OTHER_INPUTS)

@@ -42,8 +42,10 @@ class OwnScheduler:
     def is_between_stages(self) -> bool:
         """Whether a batch may be on its way through a pipeline. Then stages cannot wait for each
         other, and nothing may be cleared."""
-        scheduler = self._scheduler()
-        return parallel.pp_size() > 1 and not scheduler.is_fully_idle()  # type: ignore[union-attr]
+        scheduler: Any = self._scheduler()
+        if parallel.pp_size() == 1:
+            return False
+        return not scheduler.is_fully_idle(ignore_waiting=scheduler._engine_paused)
 
     @property
     def decoding(self) -> int:

@@ -105,7 +105,9 @@ class SchedulerQueue:
     def queued(self, handle: Any) -> None:
         """The request that was matched last was queued, perhaps not for the first time."""
         req, self.last_matched = self.last_matched, None
-        if req is not None and fields.handle_of(req) is handle:
+        if req is None or fields.handle_of(req) is not handle:
+            return
+        if not fields.stays_out_of_tree(req):  # what is stored for its tokens is not its state
             self._arrived.append(req)
             if self._recorder is not None:
                 self._recorder.arrived(serial_of(req), _prompt_of(req))

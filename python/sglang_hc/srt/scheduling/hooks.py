@@ -46,6 +46,13 @@ REFUSED_UPDATE: dict[str, type[Any]] = {
 """What SGLang answers to each weight update. The last one ends several, and may pack the weights in
 another way."""
 
+IN_SESSION = {
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "end_weight_update",
+}
+"""Those that SGLang refuses, before it touches a weight, where no session of updates is open."""
+
 NOT_CLEARED = (
     "the storage back end was not cleared, or not all of it: without --hc-disk and --hc-remote, or "
     "after a weight update, there is none that is this server's; else see its log, and try again"
@@ -148,8 +155,10 @@ def change_weights(original: Callable[..., Any], self: Any, recv_req: Any) -> An
             message="with --pp-size above 1 and sglang-hc weights change while no request runs; "
             "wait for the requests, or abort them, and try again",
         )
+    changes_none = original.__name__ in IN_SESSION and self._session is None
     result = original(self, recv_req)
-    tree.forget_saved()
+    if not changes_none:
+        tree.forget_saved()
     return result
 
 

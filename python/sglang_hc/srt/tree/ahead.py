@@ -165,6 +165,7 @@ class RestoreAhead:
     def promise(self, tree: DeviceTree, req: Any, path: Sequence[BlockNode], stop: int) -> int:
         """How many of the tokens from the end of the request's prefix to `stop`, whose `path` is
         ready, are worth restoring. `place` gives slots to as many when it is asked next."""
+        self._promised = None
         layout = self._layout(tree, req, path, stop, met=False)
         self._promised = req, layout
         return layout.stop - fields.prefix_length(req)
@@ -186,6 +187,9 @@ class RestoreAhead:
             if not layout.uses_early:
                 self._blocks.give_back(there)
                 there.clear()
+            elif missing_ranges(there, start, stop) != layout.missing:
+                self._blocks.give_back(there)
+                return Reason.BLOCKS_GONE
             if layout.stop < stop or stop == start:
                 self._blocks.give_back(there)
                 return layout.plan.reason
