@@ -89,7 +89,10 @@ def convert(package: Path, folder: Path) -> int:
     tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
     tokenizer.model_max_length = POSITIONS
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        source.parent, dtype=torch.float32, **arguments
+        source.parent,
+        dtype=torch.float32,
+        quantization_config=transformers.GgufConfig(dequantize=True),
+        **arguments,
     )
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
