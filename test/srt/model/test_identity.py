@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+import sglang
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.server_args import ServerArgs
@@ -96,6 +97,12 @@ def test_a_model_is_the_same_wherever_it_lies() -> None:
 )
 def test_another_use_of_the_same_weights_is_another_model(other: dict) -> None:
     assert identity(runner(**other)) != identity(runner())
+
+
+def test_state_of_another_sglang_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = identity(runner())
+    monkeypatch.setattr(sglang, "__version__", "0.5.17")
+    assert identity(runner()) != own
 
 
 def scaled(k_scale: float | None) -> SimpleNamespace:

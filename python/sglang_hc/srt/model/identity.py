@@ -6,6 +6,7 @@ import hashlib
 import json
 from typing import Any
 
+import sglang
 import torch
 
 from sglang_hc import __version__
@@ -18,12 +19,13 @@ SAMPLES = 1024
 
 def model_identity(runner: Any, group: StartGroup) -> list[str]:
     """What a state depends on beside its tokens and its layout: the weights as they were loaded,
-    how they are used, and this package's version. Where the checkpoint lies is not part of it.
-    The same on all ranks of the group."""
+    how they are used, and the versions of this package and of SGLang, which computes it. Where the
+    checkpoint lies is not part of it. The same on all ranks of the group."""
     args = arguments.of(runner)
     config = json.loads(runner.model_config.hf_config.to_json_string(use_diff=False))
     return [
         __version__,
+        sglang.__version__,
         json.dumps(_without_paths(config), sort_keys=True),
         str(arguments.quantization(args)),
         group.digest(cache_scales(runner.model)),
