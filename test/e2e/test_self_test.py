@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from benchmark import ROOT
 from benchmark.harness.server import free_port
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.srt import plugin
+from sglang_hc.srt.binding import arguments
 from sglang_hc.srt.engine import in_place
 from sglang_hc.srt.requests import self_test
 from support.core import MODELS, Core, run_in_child
@@ -113,6 +115,36 @@ def test_what_is_not_restored_in_time_is_noticed(models: None) -> None:
     """SGLang does not ask for the restorations of a pass: attention reads what is in the slots."""
     said = run_in_child(start, "HcRadixCache.ready_to_load_host_cache", "--hc-forms", "kv")
     assert said.startswith("attention read something else")
+
+
+@pytest.mark.parametrize("failures", [self_test.TRIES - 1, self_test.TRIES])
+def test_it_is_tried_so_often(monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
+    tried: list[int] = []
+
+    async def fails(*_: Any) -> None:
+        tried.append(1)
+        if len(tried) <= failures:
+            raise self_test.NotProven("somebody cleared the cache")
+
+    sizes = {"page_size": 1, "stages": 1, "replicas": 1, "draft_algorithm": None}
+    for name, value in sizes.items():
+        monkeypatch.setattr(arguments, name, lambda args, value=value: value)
+    monkeypatch.setattr(self_test, "_prove_replica", fails)
+    core: Any = SimpleNamespace(
+        args=None,
+        scheduler=SimpleNamespace(
+            model_config=None,
+            max_req_input_len=2 * BLOCK_TOKENS + 4,
+            get_internal_state=lambda _: SimpleNamespace(internal_state={"hc": {}}),
+        ),
+    )
+    last = "cleared" if failures == self_test.TRIES else "never called in the tokenizer"
+    with pytest.raises(self_test.NotProven, match=last):
+        asyncio.run(self_test.prove(Manager(core)))
+    assert len(tried) == self_test.TRIES
+    core.scheduler.max_req_input_len -= 1
+    asyncio.run(self_test.prove(Manager(core)))
+    assert len(tried) == self_test.TRIES, "a prompt that has no room is not asked for"
 
 
 CLIENT = prompt("client", 100)
