@@ -161,7 +161,8 @@ class PrerestoredBlocks:
         self, request: Serial, path: Sequence[BlockNode], start: int, stop: int
     ) -> Set[int]:
         """The blocks of which `hand_over` would give the slots."""
-        blocks = self.of(request).blocks
+        load = self._loads.get(request)
+        blocks = {} if load is None else load.blocks
         numbers = range(-(-start // BLOCK_TOKENS), stop // BLOCK_TOKENS)
         return {
             n

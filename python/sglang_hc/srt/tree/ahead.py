@@ -187,12 +187,12 @@ class RestoreAhead:
             if not layout.uses_early:
                 self._blocks.give_back(there)
                 there.clear()
-            elif missing_ranges(there, start, stop) != layout.missing:
-                self._blocks.give_back(there)
-                return Reason.BLOCKS_GONE
             if layout.stop < stop or stop == start:
                 self._blocks.give_back(there)
                 return layout.plan.reason
+            if layout.uses_early and missing_ranges(there, start, stop) != layout.missing:
+                self._blocks.give_back(there)
+                return Reason.BLOCKS_GONE
             others = tree.allocate(sum(end - begin for begin, end in layout.missing))
             if others is None:
                 self._blocks.give_back(there)
