@@ -278,11 +278,12 @@ class Core:
         self.check_device()
 
     def check_device(self) -> None:
-        """The device pool adds up (SGLang's own invariant, trap 34 of its users)."""
+        """The device pool and the tree add up (SGLang's own invariants, trap 34 of its users)."""
         tree, allocator = self.tree, self.scheduler.token_to_kv_pool_allocator
         total = allocator.available_size() + tree.evictable_size() + tree.protected_size()
         assert total == self.scheduler.max_total_num_tokens
-        slots = tree.all_values_flatten() if tree.root_node.children else []
+        tree.sanity_check()
+        slots = tree.all_values_flatten() if tree.total_size()[0] else []
         assert len(set(map(int, slots))) == len(slots), "a device slot has two owners"
 
     def kv(self, tokens: Sequence[int], salt: str | None = None) -> list[Any]:

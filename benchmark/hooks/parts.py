@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.direct import DirectRows
@@ -32,6 +34,7 @@ from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
+from sglang_hc.srt.tree.device_tree import readable
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.executor import ThreadExecutor
@@ -86,9 +89,9 @@ def cache_over(
     tiers: Tiers, order: DeviceOrder | None = None, scheduler: Any = None
 ) -> HcRadixCache:
     """The tree of a scheduler, by default one with nobody waiting."""
-    params, compute = cache_params(), ComputeStream(CPU)
+    params, compute = readable(cache_params(), order), ComputeStream(CPU)
     ahead = PrerestoredBlocks(params.token_to_kv_pool_allocator, tiers.restorer, compute)
-    return HcRadixCache(params, tiers, scheduler or scheduler_with(0), compute, ahead, order)
+    return HcRadixCache(params, tiers, scheduler or scheduler_with(0), compute, ahead)
 
 
 def scheduler_with(decoding: int) -> SimpleNamespace:
@@ -119,12 +122,25 @@ class FullDevice:
     def available_size(self) -> int:
         return 0
 
+    def free_segment(self, slots: torch.Tensor, start_pos: int) -> None:
+        """What a tree gives back goes nowhere."""
+
 
 def cache_params() -> CacheInitParams:
+    """Of a tree for full attention."""
     slots: Any = FullDevice()
     return CacheInitParams(
-        disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=slots, page_size=1
+        disable=False,
+        req_to_token_pool=None,
+        token_to_kv_pool_allocator=slots,
+        page_size=1,
+        tree_components=(ComponentType.FULL,),
     )
+
+
+def stock_cache() -> UnifiedRadixCache:
+    """The tree that SGLang builds for such a model."""
+    return UnifiedRadixCache(cache_params())
 
 
 def microseconds(work: Callable[[], object]) -> float:

@@ -4,7 +4,7 @@
 
 Workloads:
   idle    everything the hooks do in one decode pass with nothing to restore, stage or file
-  match   match_prefix of a 10,000-token request against stock RadixCache, arms interleaved
+  match   match_prefix of a 10,000-token request against SGLang's own tree, arms interleaved
   evict   one leaf leaves a full device of 1,000 conversations, against stock, arms interleaved
   queue   a pass over 1,000 waiting requests of 32 blocks each, without a disk and with one, and
           what it costs beyond that to bring one request's blocks to the host (waiting.py)
@@ -31,11 +31,12 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from benchmark.harness import machine
-from benchmark.hooks.parts import cache_over, cache_params, fill, microseconds, summary, tiers_of
+from benchmark.hooks.parts import cache_over, fill, microseconds, stock_cache, summary, tiers_of
 from benchmark.hooks.waiting import BLOCKS, WAITING, measure_queue
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import LruPolicy
@@ -80,23 +81,25 @@ def measure_idle(passes: int) -> dict[str, Any]:
     return rows
 
 
-def caches(on_host: bytes) -> tuple[RadixCache, HcRadixCache]:
+def caches(on_host: bytes) -> tuple[UnifiedRadixCache, HcRadixCache]:
     """Both arms, the host tier with a path in it."""
     ours = cache_over(tiers_of(512))
     if on_host:
         fill(ours.tiers, None, on_host)
-    return RadixCache(cache_params()), ours
+    return stock_cache(), ours
 
 
-def grow(cache: RadixCache, tokens: array[int], start: int, stop: int) -> None:
+def grow(cache: UnifiedRadixCache, tokens: array[int], start: int, stop: int) -> None:
     """The device holds a conversation as turns of TURN tokens leave it."""
     for end in range(start, stop + 1, TURN):
         cache.insert(InsertParams(key=RadixKey(tokens[:end]), value=torch.arange(end)))
 
 
-def timed_match(cache: RadixCache, tokens: array[int], on_device: int, on_host: int) -> float:
+def timed_match(
+    cache: UnifiedRadixCache, tokens: array[int], on_device: int, on_host: int
+) -> float:
     """Microseconds of one match; checks what it found. `on_host` counts for our arm only."""
-    params = MatchPrefixParams(key=RadixKey(tokens), req=SimpleNamespace(rid="r0"))
+    params = MatchPrefixParams(key=RadixKey(tokens), req=SimpleNamespace(rid="r0", session=None))
     start = time.perf_counter_ns()
     result = cache.match_prefix(params)
     taken = (time.perf_counter_ns() - start) / 1000
@@ -177,10 +180,9 @@ def evictions(waiting: int, rounds: int) -> list[tuple[float, float]]:
     window = LookAhead()
     tiers = tiers_of(64)
     order = DeviceOrder(tiers.host.tree.fingerprint, window)
-    stock, ours = RadixCache(cache_params()), cache_over(tiers, order)
-    arms: list[RadixCache] = [stock, ours]
+    stock, ours = stock_cache(), cache_over(tiers, order)
+    arms: list[UnifiedRadixCache] = [stock, ours]
     for cache in arms:
-        cache.token_to_kv_pool_allocator = SimpleNamespace(free_segment=lambda *_, **__: None)
         for number in range(LEAVES):
             arrive(cache, number)
     for number in range(waiting):
@@ -203,7 +205,7 @@ def conversation(number: int) -> array[int]:
     return array("q", range(number * TURN, (number + 1) * TURN))
 
 
-def arrive(cache: RadixCache, number: int) -> None:
+def arrive(cache: UnifiedRadixCache, number: int) -> None:
     key = RadixKey(conversation(number))
     cache.insert(InsertParams(key=key, value=torch.arange(TURN)))
 

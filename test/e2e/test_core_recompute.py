@@ -170,15 +170,16 @@ def orphaned() -> tuple[int, float]:
         prefix_len=0,
         full_untruncated_fill_ids=array("q", history),
         extra_key=None,
-        last_node=tree.root_node,
+        last_node=tree.root_node_handle(),
         host_hit_length=200,
         retracted_stain=False,
         lora_id=None,
+        session=None,
     )
     key = RadixKey(req.full_untruncated_fill_ids, None)
     tree.match_prefix(MatchPrefixParams(key=key, req=req))  # as SGLang does before it admits
     count, _ = tree.init_load_back(
-        InitLoadBackParams(best_match_node=tree.root_node, host_hit_length=200, req=req)
+        InitLoadBackParams(best_match_node=req.last_node, host_hit_length=200, req=req)
     )
     tree.check_hicache_events()
     core.settle()

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from benchmark.hooks.parts import cache_over, cache_params
+from benchmark.hooks.parts import cache_over, stock_cache
 from sglang_hc.forms import LayerPlan
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
@@ -40,24 +41,16 @@ def ours() -> tuple[HcRadixCache, LookAhead]:
     return cache, window
 
 
-def insert(cache: RadixCache, tokens: list[int], salt: str | None = None, at: int = 0) -> None:
+def insert(
+    cache: UnifiedRadixCache, tokens: list[int], salt: str | None = None, at: int = 0
+) -> None:
     key = RadixKey(array("q", tokens), salt)
     cache.insert(InsertParams(key=key, value=torch.arange(at, at + len(tokens))))
 
 
-def held(cache: RadixCache, tokens: list[int], salt: str | None = None) -> int:
-    """Leading tokens the device has; looks without touching or splitting."""
-    node, count, key = cache.root_node, 0, RadixKey(array("q", tokens), salt)
-    while len(key):
-        child = node.children.get(key.child_key(1))
-        if child is None:
-            break
-        shared = child.key.match(key)
-        count += shared
-        if shared < len(child.key):
-            break
-        node, key = child, key[shared:]
-    return count
+def held(cache: HcRadixCache, tokens: list[int], salt: str | None = None) -> int:
+    """Leading tokens the device has."""
+    return cache.has(RadixKey(array("q", tokens), salt))
 
 
 def needs(tokens: list[int], salt: str | None = None) -> list[bytes]:
@@ -83,9 +76,9 @@ def stretch(short: list[int], cut: int) -> list[int]:
 @given(steps)
 def test_with_nobody_waiting_it_is_sglangs_own_order(history: Any) -> None:
     cache, _ = ours()
-    stock = RadixCache(cache_params())
+    stock = stock_cache()
     stock.token_to_kv_pool_allocator = Allocator()
-    locked: list[tuple[Any, Any]] = []
+    locked: list[list[Any]] = []
     for number, (action, short, salt, count) in enumerate(history):
         tokens = stretch(short, count)
         key = RadixKey(array("q", tokens), salt)
@@ -93,8 +86,8 @@ def test_with_nobody_waiting_it_is_sglangs_own_order(history: Any) -> None:
             for tree in (stock, cache):
                 insert(tree, tokens, salt, number * 1000)
         elif action == "unlock" and locked:
-            for tree, node in zip((stock, cache), locked.pop(), strict=True):
-                tree.dec_lock_ref(node)
+            for tree, lock in zip((stock, cache), locked.pop(), strict=True):
+                tree.unlock(lock)
         elif action == "evict":
             results = [tree.evict(EvictParams(num_tokens=count)) for tree in (stock, cache)]
             assert results[0] == results[1]
@@ -106,10 +99,8 @@ def test_with_nobody_waiting_it_is_sglangs_own_order(history: Any) -> None:
             ]
             assert slots[0].tolist() == slots[1].tolist()
             if action == "lock":
-                nodes = (found[0].last_device_node, found[1].last_device_node)
-                for tree, node in zip((stock, cache), nodes, strict=True):
-                    tree.inc_lock_ref(node)
-                locked.append(nodes)
+                pairs = zip((stock, cache), found, strict=True)
+                locked.append([tree.lock(one.last_device_node) for tree, one in pairs])
         allocators = [tree.token_to_kv_pool_allocator for tree in (stock, cache)]
         assert allocators[0].freed == allocators[1].freed, "another leaf left, or in another order"
         assert stock.evictable_size() == cache.evictable_size()

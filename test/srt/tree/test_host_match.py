@@ -63,7 +63,9 @@ class Subject:
         has them all."""
         tokens = tokens_of(word, length)
         usable = self.tiers.host.tree.match(Prefix(salt, pack_tokens(tokens))).ready.tokens
-        req: Any = SimpleNamespace(rid="r", extra_key=salt, full_untruncated_fill_ids=tokens)
+        req: Any = SimpleNamespace(
+            rid="r", extra_key=salt, full_untruncated_fill_ids=tokens, session=None
+        )
         found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens, salt), req=req))
         assert found.host_hit_length == max(usable - found.device_prefix_len, 0)
         return req, usable if found.host_hit_length else 0

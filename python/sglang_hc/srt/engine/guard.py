@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
-from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_hc.srt.binding import fields
@@ -78,8 +78,8 @@ UNGUARDED: dict[str, str] = {
     "release_host_resources": "the server stops",
     "sanity_check": "it is there to raise",
     "evictable_size": "it adds three numbers",
+    "full_evictable_size": "it adds three numbers",
     "is_backuped": "it is a constant",
-    "get_last_hash_value": "it is a constant",
 }
 """Other methods of the tree that SGLang calls, and why an error there may end the process."""
 
@@ -133,7 +133,7 @@ SglangMethod = Callable[..., Any]
 """A method of SGLang's own tree, without the tree."""
 
 
-class SglangTree(RadixCache):
+class SglangTree(UnifiedRadixCache):
     """SGLang's tree; methods of its classes are guarded by `method`."""
 
     decides_alone = True
@@ -149,7 +149,7 @@ def method(
 
     def decorate(own: Callable[..., Any]) -> Callable[..., Any]:
         name = own.__name__
-        theirs = answer or getattr(RadixCache, name)
+        theirs = answer or getattr(UnifiedRadixCache, name)
 
         @wraps(own)
         def call(tree: SglangTree, *args: Any, **kwargs: Any) -> Any:

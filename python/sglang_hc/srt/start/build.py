@@ -59,6 +59,7 @@ from sglang_hc.srt.requests.self_test import is_of_test
 from sglang_hc.srt.scheduling.speculation import draft_layers
 from sglang_hc.srt.tree.audit import Audit, can_audit
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
+from sglang_hc.srt.tree.device_tree import unified_tree
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.store.block_io import BlockIo, LocalBlockIo
 from sglang_hc.store.chain import Chain
@@ -141,7 +142,8 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     taps, audit = state.memory.taps, None
     if config.audit and can_audit(tiers, runner, taps):
         audit = Audit(tiers, pool, device.pool, taps, runner, compute, counters, config.audit)
-    tree = HcRadixCache(model.params, tiers, model.scheduler, compute, ahead, order, audit)
+    parts = tiers, model.scheduler, compute, ahead, audit
+    tree: HcRadixCache = unified_tree(ctx, order, lambda params: HcRadixCache(params, *parts))
     runner.token_to_kv_pool.register_layer_transfer_counter(restorer.gate)
     ctx.tp_worker.register_hicache_layer_transfer_counter(restorer.gate)
     return tree

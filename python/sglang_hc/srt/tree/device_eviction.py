@@ -10,14 +10,16 @@ clocks, so all ranks of a group decide alike.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
+
 from sglang_hc.policy.eviction import NextUse
 from sglang_hc.srt.binding import fields
-from sglang_hc.srt.tree.device_tree import DeviceTree
 from sglang_hc.tree.identity import BLOCK_BYTES, block_id, block_ids, pack_tokens, root_id
 
 NOTE = "hc_blocks"
@@ -38,7 +40,7 @@ class NodeBlocks(NamedTuple):
 
 
 class DeviceOrder:
-    """Order of leaves for `HcRadixCache.evict`. Belongs to the scheduler thread.
+    """Which leaf of a device tree is needed, and when. Belongs to the scheduler thread.
 
     needs: ranks of waiting requests, infinity for a pin.
     """
@@ -47,40 +49,13 @@ class DeviceOrder:
         self._fingerprint = fingerprint
         self._needs = needs
 
-    def evict(self, tree: DeviceTree, tokens: int) -> int:
-        """Take leaves out of the device tree until so many slots are free, as far as there are
-        unlocked ones. Returns how many."""
-        started, freed, victims = time.perf_counter(), 0, self.victims(tree.evictable_leaves)
-        while freed < tokens and (node := next(victims, None)) is not None:
-            freed += len(node.value)
-            tree.remove_leaf(node)
-        tree.update_eviction_metrics(freed, started)
-        return freed
+    def components(self) -> dict[ComponentType, Any]:
+        """What SGLang's tree is told to build in place of its own components."""
+        return {ComponentType.FULL: partial(OrderedLeaves, self)}
 
-    def victims(self, leaves: Collection[Any]) -> Iterator[Any]:
-        """Unlocked leaves in the order they should leave.
-
-        The caller takes each one out of the tree before it asks for the next; the parent it
-        uncovers is then in the running too. Only those that come up are looked at, so a call costs
-        what SGLang's own does, plus the leaves passed over.
-        """
-        heap: list[tuple[float, Any]] = [(leaf.last_access_time, leaf) for leaf in leaves]
-        heapify(heap)
-        needed: list[tuple[float, Any]] = []
-        some_needed = len(self._needs) > 0
-        while heap or needed:
-            if heap:
-                _, node = heappop(heap)
-                use = self._needs.next_use(self._blocks(node).first) if some_needed else None
-                if use is not None:
-                    heappush(needed, (-use, node))
-                    continue
-            else:
-                _, node = heappop(needed)
-            parent = node.parent
-            yield node
-            if not parent.children and parent.lock_ref == 0:
-                heappush(heap, (parent.last_access_time, parent))
+    def next_use(self, leaf: Any) -> float | None:
+        """None: nobody waits for it."""
+        return self._needs.next_use(self._blocks(leaf).first) if len(self._needs) else None
 
     def _blocks(self, node: Any) -> NodeBlocks:
         """The node's blocks, noted on it and on its ancestors; a note ends when a node is split."""
@@ -99,12 +74,58 @@ class DeviceOrder:
         return known
 
     def _extend(self, above: NodeBlocks, node: Any) -> NodeBlocks:
-        tokens = above.rest + pack_tokens(node.key.raw_token_ids())
+        tokens = above.rest + pack_tokens(node.key.token_ids[: len(node.key)])
         whole = block_ids(self._fingerprint, above.chain, tokens)
         chain = whole[-1] if whole else above.chain
         rest = tokens[len(whole) * BLOCK_BYTES :]
         first = whole[0] if whole else block_id(self._fingerprint, chain, rest)
         return NodeBlocks(len(node.key), first, chain, rest)
+
+
+class OrderedLeaves(FullComponent):
+    """SGLang's part of the tree for full attention, whose leaves leave in a `DeviceOrder`.
+
+    Only leaves that come up are looked at, so a walk costs what SGLang's own does, plus the leaves
+    passed over.
+    """
+
+    def __init__(self, order: DeviceOrder, cache: Any, params: Any) -> None:
+        super().__init__(cache, params)
+        self._order = order
+        self._wanted = 0
+        self._walk: Iterator[Any] = iter(())
+
+    def _evict_device_start(self, request_cnt: int) -> None:
+        self._wanted, self._walk = request_cnt, self._leaves()
+
+    def _evict_device_next_node(self, tracker: Any, *_: Any, **__: Any) -> int | None:
+        if tracker[ComponentType.FULL] >= self._wanted:
+            return None
+        leaf = next(self._walk, None)
+        return None if leaf is None else leaf.id
+
+    def _evict_device_end(self) -> None:
+        self._walk = iter(())
+
+    def _leaves(self) -> Iterator[Any]:
+        """Unlocked leaves in the order they should leave. Each has left before the next is asked
+        for; the parent that it uncovers is in the running too."""
+        evictable = self.tree_core.evictable_device_leaves
+        heap: list[tuple[float, Any]] = [(leaf.last_access_time, leaf) for leaf in evictable]
+        heapify(heap)
+        needed: list[tuple[float, Any]] = []
+        while heap or needed:
+            if heap:
+                _, leaf = heappop(heap)
+                use = self._order.next_use(leaf)
+                if use is not None:
+                    heappush(needed, (-use, leaf))
+                    continue
+            else:
+                _, leaf = heappop(needed)
+            yield leaf
+            if leaf.parent in evictable:
+                heappush(heap, (leaf.parent.last_access_time, leaf.parent))
 
 
 def _noted(node: Any) -> NodeBlocks | None:

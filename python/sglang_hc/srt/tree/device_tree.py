@@ -1,19 +1,52 @@
-"""SGLang's tree of what is on the device, with what else happens to its nodes and slots."""
+"""SGLang's tree of what is on the device, with what else happens to its nodes and slots.
+
+Outside this file a node of it is a number, as in SGLang; `node` gives the node itself, and nothing
+else here or elsewhere looks into SGLang's own bookkeeping of nodes.
+"""
 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    InsertParams,
+    MatchPrefixParams,
+    MatchResult,
+)
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.registry import create_unified_radix_cache
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.components.base import get_and_increase_time_counter
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.srt.binding import fields
-from sglang_hc.srt.engine.guard import SglangTree
+from sglang_hc.srt.engine.guard import SglangMethod, SglangTree
+from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.tree.identity import Prefix, unpack_tokens
+
+MATCHED = "hc_matched"
+"""Attribute of a request: what its last match found."""
+
+
+def readable(params: Any, order: DeviceOrder | None) -> Any:
+    """Parameters of a tree of SGLang's whose nodes can be read and leave in this order; None for
+    SGLang's own."""
+    override = None if order is None else order.components()
+    return replace(params, tree_core_backend="python", component_registry_override=override)
+
+
+def unified_tree(ctx: Any, order: DeviceOrder | None, tree: Callable[[Any], Any]) -> Any:
+    """What SGLang's factory builds for a model, but `readable` and without a HiCache of SGLang's.
+    ctx: the factory's. tree: makes it of the parameters it gives."""
+    params = readable(ctx.params, order)
+    own = replace(ctx, params=params, enable_hierarchical_cache=False)
+    return create_unified_radix_cache(own, cache_class=tree)
 
 
 class DeviceTree(SglangTree):
@@ -27,54 +60,108 @@ class DeviceTree(SglangTree):
     @property
     def room(self) -> int:
         """Device slots that are free or can be evicted from the tree."""
-        return int(self.token_to_kv_pool_allocator.available_size() + self.evictable_size_)
+        return self.free + int(self.tree_core.evictable_size())
 
     @property
     def free(self) -> int:
         """Device slots that nobody has."""
         return int(self.token_to_kv_pool_allocator.available_size())
 
+    def node(self, number: int) -> Any:
+        """The node of this number. Its parent, children and key may be read."""
+        return self.tree_core.node_by_id(number)
+
+    def has(self, key: RadixKey) -> int:
+        """How many of the first positions of a key are on the device. Touches nothing."""
+        return int(self.tree_core.match_full_device_prefix(key)[0])
+
+    def match(self, theirs: SglangMethod, params: MatchPrefixParams) -> MatchResult:
+        """What SGLang's `theirs` finds. A request that waits is matched in many passes; where it
+        would find what it found before, the tree is not walked again."""
+        req = params.req
+        known: MatchResult | None = getattr(req, MATCHED, None)
+        if known is not None and self._would_find(known, params.key):
+            self.node(known.last_device_node).last_access_time = get_and_increase_time_counter()
+            return known
+        result: MatchResult = theirs(params)
+        if req is not None:
+            setattr(req, MATCHED, result)
+        return result
+
+    def _would_find(self, known: MatchResult, key: RadixKey) -> bool:
+        """A node that is there has its path, and its end never moves. So a key that led to it leads
+        to it again, unless the path goes on by now."""
+        key, _ = key.maybe_to_bigram_view(self.tree_core.is_eagle)
+        start, page = known.device_prefix_len, self.page_size
+        try:
+            node = self.node(known.last_device_node)
+        except KeyError:
+            return False
+        if start > len(key) or (
+            start and fields.namespace_of(node.key) != fields.namespace_of(key)
+        ):
+            return False
+        return len(key) < start + page or key.child_key_at(start, page) not in node.children
+
     def allocate(self, count: int) -> torch.Tensor | None:
         """(count,) int64 free device slots, for which others may leave; None: there is no room."""
-        allocator = self.token_to_kv_pool_allocator
-        if allocator.available_size() < count:
-            self.evict(EvictParams(num_tokens=count - allocator.available_size()))
-        slots = allocator.alloc(count)
+        if self.free < count:
+            self.evict(EvictParams(num_tokens=count - self.free))
+        slots = self.token_to_kv_pool_allocator.alloc(count)
         return None if slots is None else slots.to(torch.int64)
 
-    def remove_leaf(self, node: Any) -> None:
+    def extend(
+        self, end: int, before: torch.Tensor, key: RadixKey, slots: torch.Tensor
+    ) -> int | None:
+        """A new node that has `slots` for what `key` has behind the node `end`, whose path has the
+        slots `before`. (n,) int64 each, together the key's length.
+
+        None when the tree has changed since: the path goes on behind `end` by now, or has left.
+        """
+        start = len(before)
+        if self.tree_core.match_full_device_prefix(key) != (start, end, start):
+            return None
+        value = torch.cat([before, slots])
+        # Neither the slots of the path nor its uses are counted again.
+        params = InsertParams(key=key, value=value, prev_prefix_len=start, inserted_len=start)
+        return int(self.insert(params).last_device_node)
+
+    def remove(self, number: int) -> None:
         """Take an unlocked leaf out of the tree; its slots are free."""
-        self.token_to_kv_pool_allocator.free_segment(node.value, start_pos=0)
-        self._delete_leaf(node)
-        self.kv_events.record_remove(node)
+        self._evict_device_leaf(number, Counter())
 
     def drop_last_block(self, path: Prefix) -> None:
         """Take out what begins with the last block of a path, but for what is locked."""
         key = RadixKey(array("q", unpack_tokens(path.tokens).tolist()), path.namespace)
         before = (len(key) - 1) // BLOCK_TOKENS * BLOCK_TOKENS // self.page_size * self.page_size
-        above = RadixCache.match_prefix(self, MatchPrefixParams(key=key[:before]))
+        above = SglangTree.match_prefix(self, MatchPrefixParams(key=key[:before]))
         if above.device_prefix_len < before or len(key) - before < self.page_size:
             return
-        child = above.last_device_node.children.get(key[before:].child_key(self.page_size))
+        children = self.node(above.last_device_node).children
+        child = children.get(key[before:].child_key(self.page_size))
         for node in _leaves_first([] if child is None else [child]):
-            if node.lock_ref == 0:
-                self.remove_leaf(node)
+            if not _is_locked(node):
+                self.remove(node.id)
 
     def forget_namespaces(self, names: Callable[[str | None], bool], hidden: str) -> int:
         """Of the namespaces that are named, take out what no request uses, and give the rest the
         namespace `hidden`. Returns the tokens that were there."""
         count = 0
-        children = self.root_node.children.values()
+        children = self.node(self.root_node_handle()).children.values()
         for node in _leaves_first([top for top in children if names(fields.namespace_of(top.key))]):
             count += len(node.key)
-            if node.lock_ref == 0:
-                self.remove_leaf(node)
+            if not _is_locked(node):
+                self.remove(node.id)
                 continue
             siblings, old = node.parent.children, node.key
             del siblings[old.child_key(self.page_size)]
             node.key = RadixKey(old.token_ids, hidden, old.is_bigram, old.limit)
             siblings[node.key.child_key(self.page_size)] = node
         return count
+
+
+def _is_locked(node: Any) -> bool:
+    return bool(node.component(ComponentType.FULL).lock_ref)
 
 
 def _leaves_first(tops: list[Any]) -> list[Any]:

@@ -25,20 +25,6 @@ found to have, and the tokens up to that block's end."""
 UNSEEN: tuple[BlockNode | None, int] = (None, 0)
 
 
-class HostPoolFacade:
-    """What SGLang's metrics ask of a host pool: sizes in tokens."""
-
-    def __init__(self, host: HostTier) -> None:
-        self._host = host
-
-    @property
-    def logical_size(self) -> int:
-        return self._host.num_slots * BLOCK_TOKENS
-
-    def available_size(self) -> int:
-        return self._host.free_slots * BLOCK_TOKENS
-
-
 class Found(NamedTuple):
     """The longest servable prefix of a request's prompt; `last` holds its end."""
 

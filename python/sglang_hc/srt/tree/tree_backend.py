@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -20,7 +22,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
     MatchResult,
 )
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.restore_plan import Reason, RestorePlan
@@ -36,15 +38,22 @@ from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from sglang_hc.srt.tree.ahead import RestoreAhead, restorable
 from sglang_hc.srt.tree.audit import Audit
 from sglang_hc.srt.tree.capturing_tree import CapturingTree
-from sglang_hc.srt.tree.device_eviction import DeviceOrder
-from sglang_hc.srt.tree.host_match import HostMatch, HostPoolFacade
+from sglang_hc.srt.tree.facades import ControllerFacade, HostPoolFacade
+from sglang_hc.srt.tree.host_match import HostMatch
 from sglang_hc.tiers.forgetting import Forgetter
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode
 
 
+class _Restoring(NamedTuple):
+    """A restoration that is not over; its node is locked. SGLang's checks ask for `node_id`."""
+
+    node_id: int
+    lock: Any
+
+
 class HcRadixCache(CapturingTree):
-    """RadixCache whose evicted prefixes come back from the tiers.
+    """UnifiedRadixCache whose evicted prefixes come back from the tiers.
 
     Belongs to the scheduler thread.
     """
@@ -58,11 +67,9 @@ class HcRadixCache(CapturingTree):
         scheduler: OwnScheduler,
         compute: ComputeStream,
         prerestored: PrerestoredBlocks,
-        device_order: DeviceOrder | None,
         audit: Audit | None = None,
     ) -> None:
-        """compute: where the model runs. prerestored: told of the end of each meeting.
-        device_order: which leaves of the device tree leave first; None for SGLang's order. audit:
+        """compute: where the model runs. prerestored: told of the end of each meeting. audit:
         of what is restored; None for none."""
         super().__init__(params)
         layout = tiers.layout
@@ -74,21 +81,13 @@ class HcRadixCache(CapturingTree):
         self._recorder, self.audit = tiers.recorder, audit
         self.scheduler = scheduler
         self.compute_stream = compute
-        self._device_order = device_order
+        self._numbers = count()
         self.token_to_kv_pool_host = HostPoolFacade(tiers.host)
-        # SGLang reads the sizes of these to know whether anything is under way.
-        self.ongoing_write_through: dict[int, Any] = {}
-        self.ongoing_prefetch: dict[str, Any] = {}
-        self.ongoing_backup: dict[int, Any] = {}
-        self.enable_storage = True  # has SGLang tell us of every request that is queued
-        self.hicache_storage_pass_prefix_keys = False
-        if self._disk is not None:  # a class's name is shown as the storage back end of a hit
-            shown = type(self._disk.name, (), {})
-            self.cache_controller = SimpleNamespace(
-                storage_backend=shown(), storage_backend_type=self._disk.name
-            )
+        if self._disk is not None:
+            shown = ControllerFacade(self.token_to_kv_pool_host, self._disk.name)
+            self.cache_controller = shown
         self.host_match = HostMatch(tiers.host, layout)
-        self.waiting = SchedulerQueue(tiers.queue, self._on_device, tiers.recorder)
+        self.waiting = SchedulerQueue(tiers.queue, self.has, tiers.recorder)
         self.prerestored, planner = prerestored, self.restorer.planner
         self.ahead = RestoreAhead(
             prerestored, self.meetings, self.waiting, planner, self.host_match
@@ -96,16 +95,12 @@ class HcRadixCache(CapturingTree):
         self.forgetter = Forgetter(self._disk)
         self._is_built = True
 
-    @property
-    def ongoing_load_back(self) -> range:
-        return range(self.restorer.under_way)
-
     # -- look up ---------------------------------------------------------------------------------
 
     @method()
     def match_prefix(self, theirs: SglangMethod, params: MatchPrefixParams) -> MatchResult:
         """Device match, with what the host tier adds for a request in `host_hit_length`."""
-        result = self._with_host_hit(theirs(params), params)
+        result = self._with_host_hit(self.match(theirs, params), params)
         if self._recorder is not None and params.req is not None:
             on_device, hit = result.device_prefix_len, result.host_hit_length
             self._recorder.matched(serial_of(params.req), on_device, hit)
@@ -119,13 +114,10 @@ class HcRadixCache(CapturingTree):
         key, on_device = params.key, result.device_prefix_len
         if len(key) - on_device < self.page_size:
             return result
-        usable = self.host_match.tokens(params.req, key, result.last_device_node, on_device)
+        node = self.node(result.last_device_node)
+        usable = self.host_match.tokens(params.req, key, node, on_device)
         hit = (usable - on_device) // self.page_size * self.page_size
         return result._replace(host_hit_length=hit) if hit > 0 else result
-
-    def _on_device(self, key: RadixKey) -> int:
-        """Tokens of `key` that the device has now."""
-        return RadixCache.match_prefix(self, MatchPrefixParams(key=key)).device_prefix_len
 
     @method(answer=nothing)
     def promise(self, req: Any) -> None:
@@ -194,7 +186,7 @@ class HcRadixCache(CapturingTree):
         others the slots hold K and V already."""
         before, restorer = fields.prefix_slots(self, req), self.restorer
         try:
-            node = self._extend(req, slots)
+            node = self._extend(req, before, slots)
         except Exception:
             self.token_to_kv_pool_allocator.free(slots)
             raise
@@ -207,8 +199,7 @@ class HcRadixCache(CapturingTree):
         except Exception:
             # Nobody may read what is not restored: the promise is taken back.
             restorer.unqueue(queued)
-            self._delete_leaf(node)
-            self.token_to_kv_pool_allocator.free(slots)
+            self.remove(node)
             raise
         if self.audit is not None:
             self.audit.restored(req, blocks, len(before), len(before) + len(slots))
@@ -231,26 +222,27 @@ class HcRadixCache(CapturingTree):
             self.compute_stream.will_read(above)
             recompute = restorer.recomputed(plan)
             restoration = Restoration(path, begin, end, own, recompute, above)
-            self.inc_lock_ref(node)
+            number = next(self._numbers)
+            self.ongoing_load_back[number] = _Restoring(node, self.lock(node))
+            release = partial(self._restored, number)
             try:
-                restorer.queue(restoration, release=lambda: self.dec_lock_ref(node))
+                restorer.queue(restoration, release)
             except Exception:
-                self.dec_lock_ref(node)
+                release()
                 raise
 
-    def _extend(self, req: Any, slots: torch.Tensor) -> Any:
-        """A new node with `slots` for the tokens behind the locked node of a request's prefix.
+    def _restored(self, number: int) -> None:
+        """A restoration is over."""
+        one = self.ongoing_load_back.pop(number, None)
+        if one is not None:  # the tree was not reset since
+            self.unlock(one.lock)
 
-        None when the tree has changed since: the path goes on there by now, or has left the tree.
-        The path above is not compared again; a lock keeps it, and a node's end never moves.
-        """
-        node, start = fields.prefix_node(req), fields.prefix_length(req)
-        stop = start + len(slots) + self._lag
-        tokens = fields.prompt_of(req)[start:stop]
-        key = RadixKey(tokens, fields.namespace_of(req), is_bigram=self.is_eagle)
-        if node.lock_ref == 0 or key.child_key(self.page_size) in node.children:
-            return None
-        return self._insert_helper(node, key, slots)[1]
+    def _extend(self, req: Any, before: torch.Tensor, slots: torch.Tensor) -> int | None:
+        """A new node with `slots` behind the prefix of a request, which has the slots `before`;
+        see `extend`."""
+        stop = len(before) + len(slots) + self._lag
+        key = RadixKey(fields.prompt_of(req)[:stop], fields.namespace_of(req))
+        return self.extend(fields.prefix_node(req), before, key, slots)
 
     def refuse(self, req: Any, reason: Reason) -> tuple[torch.Tensor, Any]:
         """Nothing is restored for this request; it recomputes."""
@@ -266,19 +258,25 @@ class HcRadixCache(CapturingTree):
     def evictable_size(self) -> int:
         """Device slots that can be had back."""
         held = self.prerestored.tokens + (self.audit.tokens if self.audit is not None else 0)
-        return held + int(self.evictable_size_)
+        return held + int(self.tree_core.evictable_size())
+
+    full_evictable_size = evictable_size
 
     @method()
     def evict(self, theirs: SglangMethod, params: EvictParams) -> EvictResult:
         """Free device slots: an audit's, leaves of the tree, then those of prerestored blocks."""
+        return self._evict_beside(theirs, params)
+
+    @method()
+    def evict_for_alloc(self, theirs: SglangMethod, params: EvictParams) -> EvictResult:
+        """As `evict`, of what an allocation lacks."""
+        return self._evict_beside(theirs, params)
+
+    def _evict_beside(self, theirs: SglangMethod, params: EvictParams) -> EvictResult:
         freed = self.audit.release() if self.audit is not None else 0
         if freed >= params.num_tokens:
             return EvictResult(num_tokens_evicted=freed)
-        if self._device_order is None or self.disable:
-            result = theirs(EvictParams(num_tokens=params.num_tokens - freed))
-        else:
-            left = self._device_order.evict(self, params.num_tokens - freed)
-            result = EvictResult(num_tokens_evicted=left)
+        result = theirs(replace(params, num_tokens=params.num_tokens - freed))
         result.num_tokens_evicted += freed
         if result.num_tokens_evicted < params.num_tokens:
             result.num_tokens_evicted += self.prerestored.release()
@@ -330,9 +328,6 @@ class HcRadixCache(CapturingTree):
         """Blocks are found by their tokens, whatever the device node knows of them."""
         return True
 
-    def get_last_hash_value(self, node: Any) -> None:
-        """SGLang's own stores find pages by a hash; blocks are found by their tokens."""
-
     def _give_up_one(self, handle: Any, *_: Any, **__: Any) -> None:
         self.waiting.give_up_handle(handle)
 
@@ -347,15 +342,10 @@ class HcRadixCache(CapturingTree):
         """False: pass the request over in this pass. SGLang asks in the order of the queue."""
         return self.waiting.ready(handle)
 
-    @method(answer=lambda *_: 0)
-    def pop_prefetch_loaded_tokens(self, handle: Any) -> int:
+    @method(answer=lambda *_: (0, None))
+    def pop_prefetch_loaded_span(self, handle: Any) -> tuple[int, None]:
         """Tokens that came from disk for this request, which is the one that is ready."""
-        return self.waiting.take_loaded()
-
-    @method(answer=nothing)
-    def release_aborted_request(self, handle: Any) -> None:
-        """A request is about to leave the queue, or has left it: the next pass sees it
-        (`SchedulerQueue.on_schedule_step`)."""
+        return self.waiting.take_loaded(), None
 
     @method(answer=lambda *_: False)
     def clear_storage_backend(self, ended: Callable[[bool], object] = bool) -> bool:
@@ -395,4 +385,5 @@ class HcRadixCache(CapturingTree):
 
     def sanity_check(self) -> None:
         """Asked by SGLang's idle checks."""
+        super().sanity_check()
         self.tiers.check_integrity()
