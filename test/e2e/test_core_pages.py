@@ -53,6 +53,7 @@ def wanted(models: None, once: Once) -> list[list[int]]:
         (64, "kv", ("--enable-mixed-chunk", *CHUNKS, "--disable-overlap-schedule")),
         (128, "hidden:2,kv:2", ("--max-total-tokens", "1280", *CHUNKS)),
         (1, "hidden:2,kv:2", ("--enable-mixed-chunk", *CHUNKS)),
+        (1, "kv", ("--radix-eviction-policy", "tlru", *CHUNKS)),
     ],
 )
 def test_what_left_the_device_comes_back(

@@ -89,7 +89,6 @@ def refusal(argv: tuple[str, ...]) -> tuple[object, str]:
         (("--enable-nvidia-megakernel",), ("--enable-nvidia-megakernel", "skip the taps")),
         (("--enable-amd-monokernel",), ("--enable-amd-monokernel", "skip the taps")),
         (("--startup-weight-load-mode", "overlap"), ("load-mode overlap", "--hc-disable")),
-        (("--radix-eviction-policy", "tlru"), ("--radix-eviction-policy tlru", "--hc-disable")),
         (("--enable-mis",), ("--enable-mis", "--hc-disable")),
         (("--elastic-ep-backend", "nixl"), ("--elastic-ep-backend", "--hc-disable")),
         (("--use-ray",), ("--use-ray", "--hc-disable")),

@@ -55,7 +55,7 @@ SWITCHES = {
     "enable_two_batch_overlap": "batches are split",
     "enable_hisparse": "the KV pool is translated",
     "disable_radix_cache": "the tiers hang on the radix cache",
-    "enable_session_radix_cache": "it needs another tree",
+    "enable_session_radix_cache": "its references of sessions are another order of eviction",
     "enable_streaming_session": "sessions hold KV outside the tree",
     "enable_lmcache": "the tiers take its place in the radix cache",
     "enable_flexkv": "the tiers take its place in the radix cache",
@@ -86,7 +86,6 @@ SIZES = {
 
 VALUES = {
     "startup_weight_load_mode": ("overlap", "the checks at the start need the weights"),
-    "radix_eviction_policy": ("tlru", "it needs another tree"),
 }
 """Those that are refused with one value, and why."""
 
