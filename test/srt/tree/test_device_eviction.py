@@ -161,3 +161,17 @@ def test_needs_of_another_namespace_protect_nothing(salt: str | None) -> None:
     cache.evict(EvictParams(num_tokens=130))
     assert (held(cache, turn(0), "a") > 0) == (salt == "a")
     assert (held(cache, turn(0)) > 0) == (salt is None)
+
+
+def test_with_a_draft_model_a_pair_counts_as_its_first_token() -> None:
+    """Nodes share the token between them then."""
+    cache, window = ours()
+    cache.tree_core.is_eagle = True
+    system, other = turn(0, 100), turn(9, 300)
+    insert(cache, [*system, 1])
+    insert(cache, [*system, *turn(1)])
+    insert(cache, other)
+    window.update(["r"], 9, lambda _: needs([*system, *turn(1)]))
+    cache.evict(EvictParams(num_tokens=100))
+    assert held(cache, [*system, *turn(1)]) == len([*system, *turn(1)]) - 1
+    assert held(cache, other) == 0

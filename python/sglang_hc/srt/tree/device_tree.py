@@ -1,7 +1,7 @@
 """SGLang's tree of what is on the device, with what else happens to its nodes and slots.
 
-Outside this file a node of it is a number, as in SGLang; `node` gives the node itself, and nothing
-else here or elsewhere looks into SGLang's own bookkeeping of nodes.
+Outside SGLang's core a node of it is a number. This file, `device_eviction.py` and `host_match.py`
+look at the node itself.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class DeviceTree(SglangTree):
         return int(self.token_to_kv_pool_allocator.available_size())
 
     def node(self, number: int) -> Any:
-        """The node of this number. Its parent, children and key may be read."""
+        """The node of this number. Raises KeyError when it has left the tree."""
         return self.tree_core.node_by_id(number)
 
     def has(self, key: RadixKey) -> int:
