@@ -16,7 +16,7 @@ from support.clock import Clock
 from support.core import Core, run_in_child
 from support.meetings import HeldDisk
 from support.profiles import cost_model, write
-from support.prompts import SMALL, on_disk
+from support.prompts import SMALL, on_disk, prompt
 
 POOL = 2048
 LAYERS = 4
@@ -151,3 +151,27 @@ def test_always_restores_what_no_profile_would(models: None, tmp_path: Path) -> 
         assert tuple(found) == hits
         assert ("restore_reason_always" in stats) == (restore == "always")
         assert ("restore_decision_refuse" in stats) == (restore == "cost")
+
+
+def refusals(profile: str) -> tuple[list[int], int]:
+    """Three requests at once, whose 400 tokens in host memory are not worth restoring. Of a pass
+    without chunks one alone has room: SGLang selects the next one for what its hit would leave to
+    compute, is told that there is none, and sends it back to the queue."""
+    whole = ("--chunked-prefill-size", "-1", "--mem-fraction-static", "0.5")
+    room = ("--max-total-tokens", "2048", "--max-prefill-tokens", "512")
+    core = Core("--hc-forms", "kv", *SMALL, *whole, *room, profile=profile)
+    core.believe_profile()
+    histories = [prompt(n, 400) for n in range(3)]
+    for history in histories:
+        core.ask(history, 1)
+    core.settle()
+    core.evict()
+    rids = [core.submit([*history, 7, 8, 9], 1) for history in histories]
+    core.run()
+    return [core.reply(rid).cached for rid in rids], core.tree.stats()["restore_decision_refuse"]
+
+
+def test_a_refusal_is_counted_once_for_each_request(models: None, tmp_path: Path) -> None:
+    cached, refused = run_in_child(refusals, write(HOPELESS, tmp_path))
+    assert cached == [0, 0, 0]
+    assert refused == 3

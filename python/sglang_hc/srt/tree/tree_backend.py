@@ -44,6 +44,10 @@ from sglang_hc.tiers.forgetting import Forgetter
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode
 
+REFUSED = "hc_refused"
+"""Attribute of a request: the handle under which a refusal was counted; it gets another one when it
+is retracted."""
+
 
 class _Restoring(NamedTuple):
     """A restoration that is not over; its node is locked. SGLang's checks ask for `node_id`."""
@@ -245,8 +249,12 @@ class HcRadixCache(CapturingTree):
         return self.extend(fields.prefix_node(req), before, key, slots)
 
     def refuse(self, req: Any, reason: Reason) -> tuple[torch.Tensor, Any]:
-        """Nothing is restored for this request; it recomputes."""
-        self.restorer.planner.refuse(reason)
+        """Nothing is restored for this request; it recomputes. SGLang may admit it some passes
+        later, and asks in each."""
+        handle = fields.handle_of(req)
+        if getattr(req, REFUSED, None) is not handle:
+            setattr(req, REFUSED, handle)
+            self.restorer.planner.refuse(reason)
         return self._without_host_hit(req)
 
     def _without_host_hit(self, req: Any) -> tuple[torch.Tensor, Any]:
