@@ -54,6 +54,16 @@ def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
             os.environ["TMPDIR"] = before[0]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def leak_checks() -> Iterator[None]:
+    """What every engine and server of a test must leave behind: nothing."""
+    from support.leaks import watch
+
+    with pytest.MonkeyPatch.context() as patch:
+        watch(patch)
+        yield
+
+
 @pytest.fixture(scope="session")
 def models() -> None:
     """The tiny checkpoints under models/, made on first use."""

@@ -43,6 +43,24 @@ def test_a_new_process_goes_on_where_one_was_killed(once: Once, tmp_path: Path, 
     assert reply.tokens == wanted
 
 
+def turn_of_another_sglang(*of: str) -> None:
+    import sglang
+
+    os.environ["SGLANG_HC_ANY_SGLANG"] = "1"
+    sglang.__version__ = "0.5.17"
+    first_turn(*of)
+
+
+def test_what_another_sglang_computed_is_not_served(once: Once, tmp_path: Path) -> None:
+    """Its kernels may round elsewhere. The server itself finds it, as above."""
+    first, wanted = once(both_turns)
+    disk = on_disk(tmp_path / "d")
+    run_in_child(turn_of_another_sglang, "kv", *disk)
+    reply, stats = run_in_child(second_turn, "kv", first, *disk)
+    assert reply.cached == 0 and "restored_tokens" not in stats
+    assert reply.tokens == wanted
+
+
 def refusal(directory: str) -> tuple[str, list[str]]:
     try:
         server("kv", *on_disk(directory))

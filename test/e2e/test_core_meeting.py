@@ -9,6 +9,7 @@ lost (`counted`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.core import Core, Reply, run_in_child
 from support.disk_store import remove, store_of
+from support.during import When
 from support.meetings import (
     BLOCKS,
     FAST,
@@ -32,7 +34,7 @@ from support.meetings import (
     server,
     start,
 )
-from support.prompts import in_store, on_disk
+from support.prompts import in_store, on_disk, prompt
 
 STORE_SECONDS = 1e-3
 """A token of a layer from a remote store, as long as it takes to compute one."""
@@ -224,6 +226,48 @@ def test_requests_that_leave_or_share_their_history_in_the_middle_of_it(
     seen = run_in_child(disturbed, str(tmp_path / "d"), profile, wanted[1])
     for event in ("abort", "pause", "same prompt", "weights"):
         assert (event, True) in seen, f"{event} met a meeting"
+
+
+def behind_a_piece(folder: str, profile: str) -> list[tuple[str, int]]:
+    """What happens to a request between two chunks behind a piece of it that was restored between
+    two others, and how many of its tokens that piece has."""
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    core, first = start("hidden:2,kv:2", folder, profile, "--chunked-prefill-size", "128")
+    found = []
+    for event in ("abort", "retract"):
+        told = [*PROMPT, *first, *prompt(event, 400)]
+        wanted = core.ask(told, 8, salt="nobody's").tokens
+        core.forget()
+        before, rid = core.tree.stats().get("meetings_restored", 0), core.submit(told, 8)
+
+        def has_piece(before: int = before) -> bool:
+            pieces = core.tree.stats().get("meetings_restored", 0) - before
+            return pieces == 1 and core.scheduler.chunked_req is not None
+
+        def happen(event: str = event, rid: str = rid) -> None:
+            found.append((event, core.requests[rid].cached_tokens_storage))
+            if event == "abort":
+                core.abort(rid)
+            else:
+                pause = PauseGenerationReqInput(mode="retract")
+                core.inbox += [pause, ContinueGenerationReqInput()]
+
+        counted(core, partial(core.run, each_pass=When(has_piece, happen)))
+        if event == "abort":
+            assert not core.requests[rid].output_ids
+        else:
+            assert core.reply(rid).tokens == wanted
+        assert core.ask(told, 8).tokens == wanted, "and it is served as before"
+    return found
+
+
+def test_a_request_that_leaves_behind_a_restored_piece_leaves_nothing(
+    profile: str, tmp_path: Path
+) -> None:
+    seen = run_in_child(behind_a_piece, str(tmp_path / "d"), profile)
+    assert [event for event, _ in seen] == ["abort", "retract"]
+    assert all(restored >= 2 * BLOCK_TOKENS for _, restored in seen)
 
 
 class Gaps:

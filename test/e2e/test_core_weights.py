@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from support.core import Core, run_in_child
 from support.prompts import SMALL, prompt
+from support.ranked_core import StagedCore, run_ranks
 
 
 def in_a_session() -> tuple[int, int, int]:
@@ -49,3 +52,45 @@ def test_an_update_that_changes_nothing_forgets_nothing(models: None) -> None:
 def test_the_end_of_a_session_forgets_what_was_saved(models: None) -> None:
     before, meanwhile, behind = run_in_child(in_a_session)
     assert before >= 3 and meanwhile >= before and behind == 0
+
+
+def in_a_pipeline(rank: int, port: int) -> list[tuple[bool, bool, str]]:
+    """(whether something runs, whether a session is open then, what is answered) of each request to
+    open one: while a batch is under way, and when none is."""
+    from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
+    from sglang.srt.managers.scheduler_components.weight_updater import (
+        SchedulerWeightUpdaterManager as Updater,
+    )
+
+    asked: list[tuple[bool, bool, str]] = []
+    begin: Any = Updater.begin_weight_update
+
+    def noted(self: Any, request: Any) -> Any:
+        busy = core.tree.scheduler.is_between_stages
+        answer = begin(self, request)
+        asked.append((busy, self._session is not None, answer.message))
+        return answer
+
+    Updater.begin_weight_update = noted  # type: ignore[method-assign]
+    core = StagedCore(rank, port, "--hc-forms", "kv", *SMALL)
+    core.submit(prompt(2, 200), 12)
+
+    def open_one(number: int) -> None:
+        if number == 8:
+            core.inbox.append(BeginWeightUpdateReqInput())
+
+    core.run(each_pass=open_one)
+    for request in (BeginWeightUpdateReqInput(), EndWeightUpdateReqInput()):
+        core.inbox.append(request)
+        core.run()
+    assert core.scheduler.weight_updater._session is None
+    return asked
+
+
+def test_a_busy_pipeline_opens_no_session(models: None) -> None:
+    """One was opened: one stage had unpacked its weights while a batch was on its way to it, and
+    what came next was refused."""
+    for stage in run_ranks(in_a_pipeline):
+        (busy, is_open, said), idle = stage
+        assert busy and not is_open and "try again" in said
+        assert idle == (False, True, "Success")

@@ -8,9 +8,12 @@ or else the documented bound. oneDNN's ONEDNN_MAX_CPU_ISA shows other machines o
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from support.conversations import both, check_16_bit, check_same_tokens
+from scripts import make_tiny_models
+from support.conversations import Outcome, both, check_16_bit, check_hits, check_same_tokens
 from support.core import run_in_child
 from support.exactness import BOUND, ISAS, SHARE, near_tie
 
@@ -64,6 +67,34 @@ def test_every_form_float32(models: None, model: str) -> None:
     check_same_tokens(found)
     assert found.worst("error") <= BOUND["float32"]
     assert found.worst("error", slice(found.layers - 1, found.layers)) == 0.0
+
+
+def of_another_family(config: str, folder: str) -> Outcome:
+    family = make_tiny_models._rope_model(config, "", head_dim=64, num_key_value_heads=2)
+    make_tiny_models.FAMILIES[config] = family
+    make_tiny_models.make_models([config], Path(folder), 0, force=False)
+    return both(f"{folder}/{config}", "hidden:2,kv:2", "float32")
+
+
+@pytest.mark.parametrize("config", ["Gemma3TextConfig", "deepseek-v2"])
+def test_where_hidden_states_were_never_checked_kv_is_kept(
+    models: None, config: str, tmp_path: Path
+) -> None:
+    if config == "deepseek-v2":
+        found = run_in_child(both, config, "hidden:2,kv:2", "float32")
+    else:
+        found = run_in_child(of_another_family, config, str(tmp_path))
+    assert found.stats["layer_plan"] == "kv:4"
+    check_same_tokens(found)
+    assert found.worst("error") == 0.0
+
+
+def test_a_pool_of_another_type_takes_kv_form_and_recomputed_layers(models: None) -> None:
+    plan, flags = "recompute:1,hidden:1,kv:2", ("--kv-cache-dtype", "bfloat16")
+    found = run_in_child(both, "llama-mha", plan, "float32", None, False, *flags)
+    assert found.stats["layer_plan"] == "recompute:1,kv:3"
+    check_hits(found)
+    assert found.worst("error", slice(0, 1)) <= BOUND["bfloat16"]
 
 
 def test_recomputed_layers_bfloat16(models: None) -> None:

@@ -92,6 +92,7 @@ def refusal(argv: tuple[str, ...]) -> tuple[object, str]:
         (("--enable-mis",), ("--enable-mis", "--hc-disable")),
         (("--elastic-ep-backend", "nixl"), ("--elastic-ep-backend", "--hc-disable")),
         (("--use-ray",), ("--use-ray", "--hc-disable")),
+        (("--encoder-only",), ("--encoder-only", "nothing returns", "--hc-disable")),
         (
             ("--attention-backend", "triton", "--cuda-graph-backend-prefill", "full"),
             ("--cuda-graph-backend-prefill full", "breakable or disabled", "--hc-disable"),
@@ -142,6 +143,12 @@ def test_sglangs_server_in_rust_is_refused(models: None) -> None:
     status, said = run_in_child(refusal_with, "SGLANG_RUST_SERVER", "1")
     assert status == 2 and "Traceback" not in said
     assert "SGLANG_RUST_SERVER" in said and "without the checks" in said
+
+
+def test_a_pool_that_is_sized_behind_cuda_graphs_is_refused(models: None) -> None:
+    status, said = run_in_child(refusal_with, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
+    assert status == 2 and "Traceback" not in said
+    assert "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING" in said and "--hc-disable" in said
 
 
 def test_another_application_for_tokenizer_workers_is_refused(models: None) -> None:

@@ -128,6 +128,44 @@ def test_a_model_without_attention_is_refused_in_one_sentence() -> None:
         layer_weights(torch.nn.Linear(2, 2))
 
 
+def llama(quant_method: Any) -> Any:
+    """A model of one layer whose projection is kept in this way."""
+    import torch
+
+    modules: list[Any] = [torch.nn.Module() for _ in range(4)]
+    inner, layer, attention, qkv = modules
+    qkv.num_heads, qkv.num_kv_heads, qkv.head_size = 4, 2, 8
+    qkv.quant_method = quant_method
+    attention.qkv_proj, attention.attn, attention.rotary_emb = qkv, None, None
+    layer.self_attn = attention
+    inner.layers = torch.nn.ModuleList([layer])
+    model: Any = type(LLAMA, (torch.nn.Module,), {})()
+    model.model = inner
+    return model
+
+
+LLAMA = "LlamaForCausalLM"
+
+
+def test_quantised_weights_take_kv_form_and_recomputed_layers() -> None:
+    """By rule: none of SGLang's kinds of them runs on a CPU without AMX."""
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_hc.srt.model.families import restorable_layers
+    from sglang_hc.srt.model.model_state import hidden_excluded
+    from sglang_hc.srt.model.recompute import recompute_excluded
+
+    plain = restorable_layers(llama(object.__new__(UnquantizedLinearMethod)))
+    assert plain is not None and len(plain) == 1
+    model, args = llama(object()), ServerArgs(model_path="m", quantization="fp8")
+    layers = restorable_layers(model)
+    assert layers is None
+    said = hidden_excluded(SimpleNamespace(model=model, server_args=args), layers)
+    assert said == "the weights are quantised (fp8)"
+    assert recompute_excluded(args, LLAMA) is None
+
+
 def test_every_listed_family_is_checked_here() -> None:
     from sglang_hc.srt.model.families import FAMILIES
 

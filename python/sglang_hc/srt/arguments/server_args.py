@@ -249,6 +249,8 @@ def refuse_modes(args: Any, config: HcConfig) -> None:
     for name in ("cpu_offload_gb", "offload_group_size"):
         _refuse(asked(args, name) > 0, _flag(name), OFFLOADED)
     _refuse(envs.SGLANG_RUST_SERVER.get(), "SGLANG_RUST_SERVER", UNCHECKED)
+    sizing = envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING
+    _refuse(sizing.get(), sizing.name, "a KV pool that grows behind CUDA graphs was not tested")
     app = envs.SGLANG_HTTP_SERVER_APP_PATH
     another = app.is_set() and app.get() != WORKER_APP
     _refuse(another, app.name, "tokenizer workers serve an application of ours")

@@ -14,6 +14,7 @@ from typing import Any
 
 from fastapi import HTTPException
 from sglang.srt.managers.io_struct import (
+    BeginWeightUpdateReqOutput,
     ClearHiCacheReqInput,
     ClearHiCacheReqOutput,
     EndWeightUpdateReqOutput,
@@ -36,11 +37,15 @@ from sglang_hc.srt.tree.tree_backend import HcRadixCache
 
 logger = logging.getLogger(__name__)
 
+BEGIN = "begin_weight_update"
+"""It opens a session of updates: weights are unpacked, and none changes yet."""
+
 REFUSED_UPDATE: dict[str, type[Any]] = {
     "update_weights_from_disk": UpdateWeightFromDiskReqOutput,
     "update_weights_from_distributed": UpdateWeightsFromDistributedReqOutput,
     "update_weights_from_tensor": UpdateWeightsFromTensorReqOutput,
     "update_weights_from_ipc": UpdateWeightsFromIPCReqOutput,
+    BEGIN: BeginWeightUpdateReqOutput,
     "end_weight_update": EndWeightUpdateReqOutput,
 }
 """What SGLang answers to each weight update. The last one ends several, and may pack the weights in
@@ -155,7 +160,8 @@ def change_weights(original: Callable[..., Any], self: Any, recv_req: Any) -> An
             message="with --pp-size above 1 and sglang-hc weights change while no request runs; "
             "wait for the requests, or abort them, and try again",
         )
-    changes_none = original.__name__ in IN_SESSION and self._session is None
+    name = original.__name__
+    changes_none = name == BEGIN or (name in IN_SESSION and self._session is None)
     result = original(self, recv_req)
     if not changes_none:
         tree.forget_saved()

@@ -1,0 +1,126 @@
+"""docs/models.md says what is refused and what is needed: nothing is missing, nothing left over."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.environ import envs
+from sglang.srt.server_args import ServerArgs
+
+from sglang_hc.config import ConfigError, HcConfig
+from sglang_hc.srt.arguments.server_args import (
+    SIZES,
+    SPECULATION,
+    SWITCHES,
+    VALUES,
+    WITH_STAGES,
+    refuse_modes,
+)
+from sglang_hc.srt.model.model_state import refuse_other_pools
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "models.md").read_text()
+REFUSED = PAGE.partition("The start refuses")[2].partition("## Versions")[0]
+FLAGS = set(re.findall(r"`(--[a-z0-9-]+)", REFUSED))
+MODELS = {"--is-embedding", "--encoder-only"}
+"""Refused in the table of models."""
+ELSEWHERE = {
+    "--hc-disable", "--hc-exact", "--hc-overflow",  # ours
+    "--cuda-graph-backend-prefill", "--enable-lora",
+    "--enable-deterministic-inference", "--enable-hierarchical-cache", "--radix-cache-backend",
+    "--hicache-", "--disaggregation-mode", "--kv-cache-dtype", "--cpu-offload-gb",
+    "--offload-group-size", "--enable-http2", "--tokenizer-worker-num", "--enable-dp-attention",
+    "--enable-attn-tp-input-scattered", "--nnodes", "--tp-size", "--pp-size", "--dp-size",
+}  # fmt: skip
+"""Refused with a value, with another flag or in another place; e2e/test_start.py, test_graphs.py,
+test_flags_have_effect.py and test_kv_pool.py have these."""
+
+NAMED_OTHERWISE = {"attn_cp_size", "dcp_size", "enable_prefill_cp"}
+"""On the page they are context parallelism."""
+
+
+def arguments(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return parser.parse_args(["--model-path", "model", *flags])
+
+
+def refusal(**changed: Any) -> str:
+    args = arguments()
+    vars(args).update(changed)
+    with pytest.raises(ConfigError) as refused:
+        refuse_modes(args, HcConfig())
+    return str(refused.value)
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def test_the_page_names_what_the_tables_refuse_and_no_more() -> None:
+    tables = {flag(name) for name in (*SWITCHES, *SIZES, *VALUES, *WITH_STAGES)}
+    tables -= {flag(name) for name in NAMED_OTHERWISE}
+    assert tables - FLAGS == MODELS and all(f"`{one}`" in PAGE for one in MODELS)
+    assert FLAGS - tables == ELSEWHERE
+    assert "context parallelism" in REFUSED
+    assert refuse_modes(arguments(), HcConfig()) is None, "nothing of it is on by itself"
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_is_refused(name: str) -> None:
+    assert flag(name) in refusal(**{name: True})
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_is_refused(name: str) -> None:
+    assert f"{flag(name)} above 1" in refusal(**{name: 2})
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_is_refused(name: str) -> None:
+    value, why = VALUES[name]
+    said = refusal(**{name: value})
+    assert f"{flag(name)} {value}" in said and why in said and f"`{flag(name)} {value}`" in PAGE
+
+
+@pytest.mark.parametrize("name", WITH_STAGES)
+def test_in_a_pipeline_it_is_refused(name: str) -> None:
+    value = {"speculative_algorithm": "NGRAM", "pp_async_batch_depth": 1}.get(name, True)
+    assert f"{flag(name)} with --pp-size above 1" in refusal(pp_size=2, **{name: value})
+
+
+@pytest.mark.parametrize("algorithm", ["DFLASH", "DSPARK", "FROZEN_KV_MTP"])
+def test_of_speculative_algorithms_those_of_the_page_are_served(algorithm: str) -> None:
+    assert algorithm in REFUSED
+    assert f"--speculative-algorithm {algorithm}" in refusal(speculative_algorithm=algorithm)
+    served = PAGE.partition("- `--speculative-algorithm` ")[2].partition(", in chains")[0]
+    assert set(re.findall(r"[A-Z0-9]+", served)) == set(SPECULATION)
+
+
+@pytest.mark.parametrize("name", ["SGLANG_RUST_SERVER", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"])
+def test_a_variable_is_refused(name: str) -> None:
+    assert f"`{name}`" in REFUSED
+    with getattr(envs, name).override(True):
+        assert name in refusal()
+
+
+@pytest.mark.parametrize("kind", ["is_hybrid_swa", "is_hybrid_ssm", "is_dsa"])
+def test_state_outside_the_pool_is_refused(kind: str) -> None:
+    plain = dict.fromkeys(("is_hybrid_swa", "is_hybrid_ssm", "is_dsa"), False)
+    refuse_other_pools(SimpleNamespace(**plain))
+    with pytest.raises(ConfigError, match=r"outside the KV pool.*--hc-disable"):
+        refuse_other_pools(SimpleNamespace(**plain | {kind: True}))
+
+
+def test_the_page_says_what_the_package_needs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (sglang,) = [one for one in project["dependencies"] if one.startswith("sglang==")]
+    assert f"exactly SGLang {sglang.removeprefix('sglang==')}" in PAGE
+    low, high = re.findall(r"3\.(\d+)", project["requires-python"])
+    assert f"Python 3.{low} to 3.{int(high) - 1}" in PAGE

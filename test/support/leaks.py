@@ -1,0 +1,75 @@
+"""Nothing is left of anybody when an engine is idle.
+
+SGLang's own checks (`CHECKS`) are on in every engine and server of a test, and end its scheduler
+where slots or rows do not add up. They count a locked node as in use, whoever forgot the lock, and
+know nothing of the tiers. So each `Core.run` that ends with nothing left to do is looked at once
+more (`nothing_runs`), and each `Core.settle` (`nothing_is_saved`).
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import pytest
+
+CHECKS = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+}
+"""SGLang's, by the environment."""
+
+
+def nothing_runs(core: Any) -> None:
+    """No request has a lock, device slots, a restoration or a place in a queue any more. core: a
+    `Core` that is idle."""
+    tree = core.tree
+    assert tree.protected_size() == 0, "a lock is left on the device tree"
+    tiers = getattr(tree, "tiers", None)
+    if tiers is None:
+        return
+    assert not tree.prerestored.tokens, "device slots are left of a request that was restored early"
+    assert not tree.restorer.num_queued and not tree.restorer.under_way, "a restoration is left"
+    # Where an error of ours hides the queue, it is looked at in the first pass that sees it again.
+    broken = tiers.own_errors["guarded_errors"] > 0
+    waits = len(tiers.queue.requests) > 0 or tiers.meetings.under_way
+    assert broken or not waits, "somebody waits"
+    assert not tiers.capture.staged_slots(), "host slots are left of a request that is over"
+    tiers.check_integrity()
+
+
+def nothing_is_saved(core: Any) -> None:
+    """Nor is anything on its way to host memory or from it. core: a `Core` that is idle, and has
+    waited for what is under way."""
+    tiers = getattr(core.tree, "tiers", None)
+    if tiers is None:
+        return
+    assert not tiers.host.staged_slots, "a staged slot is left"
+    assert tiers.disk is None or not len(tiers.disk.coming), "a block is still on its way"
+    pinned = [node for node in tiers.host.tree.nodes() if node.pins]
+    assert not pinned, f"{len(pinned)} blocks are left pinned"
+
+
+def watch(patch: pytest.MonkeyPatch) -> None:
+    """Have every engine looked at that this process or a child of it runs from now on."""
+    from benchmark.harness.core import Core
+
+    for name, value in CHECKS.items():
+        patch.setenv(name, value)
+    run, settle = Core.run, Core.settle
+
+    @wraps(run)
+    def watched_run(core: Any, *args: Any, **kwargs: Any) -> None:
+        run(core, *args, **kwargs)
+        if core.scheduler.is_fully_idle():
+            nothing_runs(core)
+
+    @wraps(settle)
+    def watched_settle(core: Any) -> None:
+        settle(core)
+        if core.scheduler.is_fully_idle():
+            nothing_is_saved(core)
+
+    patch.setattr(Core, "run", watched_run)
+    patch.setattr(Core, "settle", watched_settle)
