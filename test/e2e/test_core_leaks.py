@@ -51,7 +51,7 @@ def row(core: Core) -> None:
 
 
 def lock(core: Core) -> None:
-    core.tree.inc_lock_ref(next(iter(core.tree.root_node.children.values())))
+    core.tree.lock(next(iter(core.tree.root_node.children.values())).id)
     core.run()
 
 
