@@ -392,6 +392,6 @@ class HcRadixCache(CapturingTree):
         return self.tiers.stats()
 
     def sanity_check(self) -> None:
-        """Asked by SGLang's idle checks."""
+        """Of the device tree and the tiers. Raises AssertionError."""
         super().sanity_check()
         self.tiers.check_integrity()
