@@ -113,7 +113,8 @@ def test_a_pass_with_a_cpu_by_hand():
         weights / 25e9 / 100, 2 * (10 * weights + 10 * 1000 / 2 * 4 * 7168) / (0.35 * 330e12)
     )
     assert ways.cpu_seconds(1) == pytest.approx(on_device + read + prompts)
-    assert ways.cpu_seconds(200) > 200 * CPU.per_new  # its products take longer than its reads
+    # With the state of 200 the CPU has both layers, and its products take longer than its reads.
+    assert ways.cpu_seconds(200) >= 2 * 200 * CPU.per_new
     assert ways.cpu_seconds(10**6) == math.inf
 
 
