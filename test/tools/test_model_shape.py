@@ -99,6 +99,26 @@ def test_parameters_of_a_layer(config, per_layer):
     assert ModelShape.from_config(config).layer_params == per_layer
 
 
+@pytest.mark.parametrize(
+    ("config", "words", "matrices", "billions"),
+    [
+        (LLAMA2_7B, 32000, 2, 6.74),
+        (MIXTRAL, 32000, 2, 46.7),
+        (QWEN3_30B_A3B, 151936, 2, 30.5),
+        (DEEPSEEK_V3, 129280, 2, 671),
+        (FALCON_7B, 65024, 1, 6.92),
+        (LLAMA31_8B | dict(tie_word_embeddings=True), 128256, 1, 7.50),
+    ],
+    ids=lambda value: value.get("model_type") if isinstance(value, dict) else None,
+)
+def test_stored_weights_add_up_to_the_published_parameters(config, words, matrices, billions):
+    shape = ModelShape.from_config(config | {"vocab_size": words})
+    assert shape.embedding_params == matrices * words * shape.hidden_size
+    total = shape.num_layers * shape.stored_params + shape.embedding_params
+    assert total / 1e9 == pytest.approx(billions, rel=0.01)
+    assert ModelShape.from_config(config).embedding_params == 0
+
+
 def test_paper_formulas_follow_for_multi_head_attention():
     """HCache section 3.2: projecting takes 4 D^2 FLOPs a token."""
     shape = ModelShape.from_config(LLAMA2_7B)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -11,6 +12,7 @@ from msgspec import Meta, Struct
 from sglang_hc.errors import ConfigError, decode_json
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit
+from sglang_hc.policy.streamed_pass import StreamedModel
 from sglang_hc.tools.model_shape import ModelShape
 
 
@@ -142,4 +144,52 @@ def modelled_costs(
             shape.attention_flops_per_pair / rates.flops,
             floor=shape.layer_params * weight_seconds + layer_overhead,
         ),
+    )
+
+
+RESERVED = 0.1
+"""Share of device memory that neither layers nor state get: libraries, activations of a pass."""
+
+ROUND_SECONDS = 100e-6
+"""Host work that a round adds to a layer, whose kernels are launched one by one."""
+
+
+class Stored(NamedTuple):
+    """Bytes for a weight and for an element of K and V. Hidden states have two an element."""
+
+    weight: float = 2.0
+    kv: float = 2.0
+
+
+def streamed_model(
+    rates: Rates, shape: ModelShape, host: float, device: float, stored: Stored
+) -> StreamedModel:
+    """A model that does not fit the device. Products run at `rates.flops` whatever a weight's size.
+
+    host: bytes for weights and state. device: bytes of the whole device; a share of it (RESERVED)
+    and the weights outside the layers, in 16 bits, are taken off. With latent attention nothing is
+    made of hidden states. Raises ConfigError when the config has no vocab_size.
+    """
+    if not shape.embedding_params:
+        raise ConfigError("field vocab_size is missing; the size of the embedding follows from it")
+    weights = shape.stored_params * stored.weight
+    kv, act = sum(shape.kv_parts) * stored.kv, shape.hidden_size * 2.0
+    project = 2 * shape.kv_projection_params / rates.flops
+    return StreamedModel(
+        layers=shape.num_layers,
+        weights=weights,
+        kv=kv,
+        act=act,
+        load_w=weights / rates.link,
+        load_kv=kv / rates.link,
+        load_act=act / rates.link,
+        kv_gen=math.inf if shape.attention == "MLA" else project,
+        read_w=weights / rates.memory,
+        read_kv=kv / rates.memory,
+        per_new=2 * shape.layer_params / rates.flops,
+        per_pair=shape.attention_flops_per_pair / rates.flops,
+        per_round=ROUND_SECONDS + shape.kv_projection_params * stored.weight / rates.memory,
+        active=shape.layer_params / shape.stored_params,
+        host=host,
+        device=device * (1 - RESERVED) - shape.embedding_params * 2.0,
     )

@@ -30,6 +30,9 @@ _FOURFOLD_FFN = {"gpt2", "gpt_bigcode", "gptj", "bloom", "falcon", "codegen", "m
 _PLAIN_FFN = _FOURFOLD_FFN | {"opt", "phi", "gpt_neox", "starcoder2", "nemotron"}
 """Families whose FFN has two matrices; all others have three (gate, up, down)."""
 
+_TIED = {"gpt2", "opt", "bloom", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text"}
+"""Families whose output is their embedding when the config does not say."""
+
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types whose state is KV rows."""
 
@@ -61,6 +64,9 @@ class ModelShape:
     kv_parts: elements of each row that the KV pool keeps per token and layer, as in `StateShape`.
     layer_params: weights of one layer that one token passes through; with mixture of experts those
     of the experts it is routed to, averaged over dense and sparse layers.
+    stored_params: weights of one layer, all experts included, averaged likewise.
+    embedding_params: weights outside the layers: of the embedding, and of the output where it has
+    its own; 0 where the config does not say how many words there are.
     kv_projection_params: weights that turn a hidden state into its KV row.
     attention_flops_per_pair: FLOPs for one query token and one token it attends to.
     """
@@ -74,6 +80,8 @@ class ModelShape:
     head_dim: int
     kv_parts: tuple[int, ...]
     layer_params: float
+    stored_params: float
+    embedding_params: int
     kv_projection_params: int
     attention_flops_per_pair: int
     dtype: str
@@ -147,6 +155,8 @@ class _Reader:
             head_dim=head_dim,
             kv_parts=(kv_width, kv_width),
             layer_params=attention + self._ffn_params(layers, hidden),
+            stored_params=attention + self._ffn_params(layers, hidden, stored=True),
+            embedding_params=self._embedding_params(hidden),
             kv_projection_params=kv_projection,
             attention_flops_per_pair=4 * heads * head_dim,
             dtype=self._dtype(dtype),
@@ -175,6 +185,8 @@ class _Reader:
             head_dim=nope + rope,
             kv_parts=(rank + rope,),
             layer_params=attention + self._ffn_params(layers, hidden),
+            stored_params=attention + self._ffn_params(layers, hidden, stored=True),
+            embedding_params=self._embedding_params(hidden),
             kv_projection_params=kv_projection,
             attention_flops_per_pair=2 * heads * (nope + rope + value),
             dtype=self._dtype(dtype),
@@ -213,8 +225,13 @@ class _Reader:
             raise self._bad("num_key_value_heads", f"must divide {heads} attention heads", kv_heads)
         return kv_heads
 
-    def _ffn_params(self, layers: int, hidden: int) -> float:
-        """Weights of the feed-forward part that one token uses, averaged over the layers."""
+    def _embedding_params(self, hidden: int) -> int:
+        tied = self._config.get("tie_word_embeddings", self._type in _TIED)
+        return (1 if tied else 2) * (self._optional("vocab_size") or 0) * hidden
+
+    def _ffn_params(self, layers: int, hidden: int, *, stored: bool = False) -> float:
+        """Weights of the feed-forward part that one token uses, averaged over the layers; with
+        `stored`, of all experts."""
         matrices = 2 if self._type in _PLAIN_FFN else 3
         experts = self._optional(*_EXPERTS)
         if not experts:
@@ -222,7 +239,8 @@ class _Reader:
         expert = self._optional("moe_intermediate_size") or self._ffn_width(hidden)
         shared = (self._optional("n_shared_experts") or 0) * expert
         shared += self._optional("shared_expert_intermediate_size") or 0
-        sparse = matrices * hidden * (self._count(("num_experts_per_tok",)) * expert + shared)
+        used = experts if stored else self._count(("num_experts_per_tok",))
+        sparse = matrices * hidden * (used * expert + shared)
         dense_layers = self._dense_layers(layers)
         if not dense_layers:
             return sparse

@@ -14,6 +14,7 @@ from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.layer_plan import plan_for, stored_bytes
 from sglang_hc.policy.makespan import LayerTimes, makespan
 from sglang_hc.policy.meeting import Split, best_split, from_below
+from sglang_hc.tools.cli import throughput
 from sglang_hc.tools.cli.main import blaming, count, number
 from sglang_hc.tools.datasheet import Hardware, datasheet_costs, load_hardware
 from sglang_hc.tools.model_shape import ModelShape, read_model_config
@@ -53,16 +54,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context",
         metavar="N",
-        default=str(DEFAULT_CONTEXT),
-        help="history tokens to restore (default: %(default)s, half of the conversations in "
-        "HCache figure 3b are longer)",
+        help=f"history tokens to restore (default: {DEFAULT_CONTEXT}, half of the conversations in "
+        "HCache figure 3b are longer); with --throughput, tokens of a prompt (default: "
+        f"{throughput.DEFAULT_CONTEXT})",
     )
     parser.add_argument(
         "--new-tokens",
         metavar="N",
-        default=str(DEFAULT_NEW),
-        help="tokens of the new prompt, for the TTFT (default: %(default)s)",
+        help=f"tokens of the new prompt, for the TTFT (default: {DEFAULT_NEW})",
     )
+    throughput.configure(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, times in seconds")
 
 
@@ -76,9 +77,17 @@ def run(args: argparse.Namespace) -> int:
     link = hardware.link_gbps.value
     if args.link_gbps is not None:
         link = _gbps("--link-gbps", args.link_gbps)
+    if args.throughput:
+        return throughput.run(args, shape, hardware, link)
+    throughput.refuse_options(args)
     disk = None if args.disk_gbps is None else _gbps("--disk-gbps", args.disk_gbps)
-    context = count("--context", args.context, high=MAX_TOKENS)
-    new = count("--new-tokens", args.new_tokens, high=MAX_TOKENS)
+    context, new = (
+        default if given is None else count(option, given, high=MAX_TOKENS)
+        for option, given, default in (
+            ("--context", args.context, DEFAULT_CONTEXT),
+            ("--new-tokens", args.new_tokens, DEFAULT_NEW),
+        )
+    )
     cost = datasheet_costs(hardware, shape, link * 1e9, None if disk is None else disk * 1e9)
     reports = {tier: _report(cost, shape, tier, context, new) for tier in cost.copies}
     setting = {

@@ -1,0 +1,250 @@
+"""`sglang-hc plan --throughput`: ways to serve a model that is larger than the GPU, by batch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_hc.policy.throughput import Processor, Requests, Served, Ways, best_batch
+from sglang_hc.tools.cli.main import UsageError, blaming, count, number
+from sglang_hc.tools.datasheet import RESERVED, Hardware, Rates, Stored, streamed_model
+from sglang_hc.tools.model_shape import ModelShape
+
+DEFAULT_CONTEXT, DEFAULT_OUTPUT = 1024, 128
+MAX_TOKENS = 10_000_000
+MAX_GB = 1_000_000.0
+
+WEIGHT_BYTES = {"2": "16 bits", "1": "8 bits", "0.53": "4 bits with their scales"}
+KV_BYTES = {"2": "16 bits", "1": "8 bits"}
+
+CPU_GBPS, CPU_TFLOPS = 75.0, 1.5
+"""Host memory and products of the CPU that the plan compares with: assumptions."""
+
+SAME = 0.99
+"""The fastest way is the first whose tokens per second are this share of the most."""
+
+NAMES = {
+    "sglang": "SGLang's own",
+    "ahead": "weights ahead",
+    "kv": "KV",
+    "act": "ACT",
+    "hybrid": "hybrid",
+    "cpu": "CPU computes the rest",
+}
+OPTIONS = ("--host-gb", "--device-gb", "--weight-bytes", "--kv-bytes", "--output")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options. Numbers are checked in `run`, so that every mistake reads the same."""
+    group = parser.add_argument_group("models that are larger than the GPU")
+    group.add_argument(
+        "--throughput",
+        action="store_true",
+        help="compare ways to serve the model with weights in host memory",
+    )
+    group.add_argument(
+        "--host-gb", metavar="H", help="host memory for weights and state, 1e9 bytes"
+    )
+    group.add_argument("--device-gb", metavar="D", help="GPU memory to use (default: all of it)")
+    group.add_argument(
+        "--weight-bytes", metavar="|".join(WEIGHT_BYTES), help="bytes of a weight (default: 2)"
+    )
+    group.add_argument(
+        "--kv-bytes", metavar="|".join(KV_BYTES), help="bytes of an element of K and V (default: 2)"
+    )
+    group.add_argument(
+        "--output", metavar="N", help=f"tokens of an answer (default: {DEFAULT_OUTPUT})"
+    )
+
+
+def refuse_options(args: argparse.Namespace) -> None:
+    """Raise UsageError for an option that means nothing without --throughput."""
+    for option in OPTIONS:
+        if getattr(args, option[2:].replace("-", "_")) is not None:
+            raise UsageError(f"{option}: only --throughput uses it; add that, or leave this out")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is planned for, checked. Memory in 1e9 bytes, link in 1e9 bytes/s."""
+
+    shape: ModelShape
+    hardware: Hardware
+    link: float
+    host: float
+    device: float
+    stored: Stored
+    requests: Requests
+
+    def ways(self) -> Ways:
+        gpu = self.hardware
+        rates = Rates(gpu.flops, gpu.memory_bandwidth, self.link * 1e9, None)
+        with blaming("--model"):
+            model = streamed_model(
+                rates, self.shape, self.host * 1e9, self.device * 1e9, self.stored
+            )
+        per_new = 2 * self.shape.layer_params / (CPU_TFLOPS * 1e12)
+        return Ways(model, self.requests, Processor(CPU_GBPS * 1e9, per_new))
+
+
+def run(args: argparse.Namespace, shape: ModelShape, hardware: Hardware, link: float) -> int:
+    """Print every way at its best batch. Raises UsageError for what cannot be planned."""
+    setting = _read(args, shape, hardware, link)
+    ways = setting.ways()
+    served = {way: ways.best(way) for way in ways.names}
+    fitting = {way: one for way, one in served.items() if one is not None}
+    if not fitting:
+        raise _nothing_fits(setting, ways)
+    most = max(one.tokens_per_second for one in fitting.values())
+    fastest = next(w for w, one in fitting.items() if one.tokens_per_second >= SAME * most)
+    cpu = best_batch(ways.cpu_seconds)
+    below = ways.cpu_faster_below(max(cpu, fitting[fastest].load.requests))
+    report = {
+        "model": shape.describe(),
+        "gpu": hardware.name,
+        "link_gbps": link,
+        "host_gb": setting.host,
+        "device_gb": setting.device,
+        "weight_bytes": setting.stored.weight,
+        "kv_bytes": setting.stored.kv,
+        "context": setting.requests.context,
+        "output": setting.requests.output,
+        "layers_gb": ways.model.layers * ways.model.weights / 1e9,
+        "ways": {way: one and _way_json(ways, one) for way, one in served.items()},
+        "fastest": fastest,
+        "cpu": _cpu_json(cpu, ways.cpu_seconds(cpu)),
+        "cpu_faster_below": below,
+    }
+    print(json.dumps(report, indent=2) if args.json else _as_text(setting, report))
+    return 0
+
+
+def _read(args: argparse.Namespace, shape: ModelShape, hardware: Hardware, link: float) -> Setting:
+    for option, given in (("--disk-gbps", args.disk_gbps), ("--new-tokens", args.new_tokens)):
+        if given is not None:
+            raise UsageError(f"{option}: --throughput does not use it; leave it out")
+    if args.host_gb is None:
+        raise UsageError("--throughput: give the host memory for weights and state as --host-gb")
+    device = hardware.memory_gb.value
+    if args.device_gb is not None:
+        device = number("--device-gb", args.device_gb, 0.1, device)
+    context = DEFAULT_CONTEXT if args.context is None else args.context
+    output = DEFAULT_OUTPUT if args.output is None else args.output
+    return Setting(
+        shape,
+        hardware,
+        link,
+        number("--host-gb", args.host_gb, 0.1, MAX_GB),
+        device,
+        Stored(
+            _one_of("--weight-bytes", args.weight_bytes, WEIGHT_BYTES),
+            _one_of("--kv-bytes", args.kv_bytes, KV_BYTES),
+        ),
+        Requests(
+            count("--context", str(context), high=MAX_TOKENS),
+            count("--output", str(output), high=MAX_TOKENS),
+        ),
+    )
+
+
+def _one_of(option: str, text: str | None, known: dict[str, str]) -> float:
+    if text is not None and text not in known:
+        choices = ", ".join(f"{value} ({meaning})" for value, meaning in known.items())
+        raise UsageError(f"{option} {text!r}: give one of {choices}")
+    return 2.0 if text is None else float(text)
+
+
+def _nothing_fits(setting: Setting, ways: Ways) -> UsageError:
+    model = ways.model
+    tokens = setting.requests.context + setting.requests.output / 2
+    layers, state = model.layers * model.weights / 1e9, model.layers * model.kv * tokens / 1e9
+    ring = model.ring(0) / 1e9
+    return UsageError(
+        f"--host-gb {setting.host:g}, --device-gb {setting.device:g}: not one request fits; the "
+        f"layers have {layers:.1f} GB, one request {state:.1f}, and two layers on the device "
+        f"{ring:.1f} of the {max(0.0, model.device) / 1e9:.1f} that are left for them; give more"
+    )
+
+
+def _way_json(ways: Ways, served: Served) -> dict[str, Any]:
+    model, split = ways.model, served.split
+    return {
+        "batch": served.load.requests,
+        "resident_layers": split.resident,
+        "tokens": {
+            "host_kv": split.host_kv,
+            "host_act": split.host_act,
+            "device_act": split.device_act,
+            "device_kv": split.device_kv,
+        },
+        "rounds": served.rounds,
+        "seconds_per_pass": served.seconds,
+        "link_seconds": served.times.link,
+        "compute_seconds": served.times.compute,
+        "bound": served.times.bound,
+        "tokens_per_second": served.tokens_per_second,
+        "host_gb": model.host_bytes(split) / 1e9,
+        "device_gb": model.device_bytes(split, served.rounds) / 1e9,
+    }
+
+
+def _cpu_json(batch: int, seconds: float) -> dict[str, Any] | None:
+    if seconds == float("inf"):
+        return None
+    return {"batch": batch, "seconds_per_pass": seconds, "tokens_per_second": batch / seconds}
+
+
+def _as_text(setting: Setting, report: dict[str, Any]) -> str:
+    gpu, requests = setting.hardware, setting.requests
+    lines = [
+        f"model     {report['model']}",
+        f"weights   {report['layers_gb']:.1f} GB in the layers, {setting.stored.weight:g} bytes "
+        f"each; K and V {setting.stored.kv:g} bytes an element",
+        f"gpu       {gpu.name}: {gpu.fp16_tflops.value:g} TFLOP/s ({gpu.fp16_tflops.origin}) x "
+        f"{gpu.flop_fraction.value:g} ({gpu.flop_fraction.origin}), {setting.device:g} GB less "
+        f"{RESERVED:.0%}",
+        f"host      {setting.host:g} GB, link {setting.link:g} GB/s",
+        f"requests  {requests.context} prompt tokens, {requests.output} of the answer; as many as "
+        "end begin",
+        "",
+        f"{'':22}{'batch':>7}{'resident':>10}{'KV':>6}{'ACT':>6}{'on device':>11}{'rounds':>8}"
+        f"{'s/pass':>8}  {'bound':<9}{'tokens/s':>9}",
+    ]
+    for way, found in report["ways"].items():
+        lines.append(f"{NAMES[way]:22}{_row(found) if found else '  does not fit'}")
+    cpu = report["cpu"]
+    shown = "  does not fit"
+    if cpu:
+        shown = f"{cpu['batch']:7}{'':41}{cpu['seconds_per_pass']:8.2f}  {'':9}"
+        shown += f"{cpu['tokens_per_second']:9.1f}"
+    lines += [f"{NAMES['cpu']:22}{shown}", "", *_conclusion(report)]
+    return "\n".join(lines)
+
+
+def _row(found: dict[str, Any]) -> str:
+    tokens = found["tokens"]
+    whole = sum(tokens.values())
+    kv = (tokens["host_kv"] + tokens["device_kv"]) / whole
+    device = (tokens["device_act"] + tokens["device_kv"]) / whole
+    return (
+        f"{found['batch']:7}{found['resident_layers']:10}{kv:6.0%}{1 - kv:6.0%}{device:11.0%}"
+        f"{found['rounds']:8}{found['seconds_per_pass']:8.2f}  {found['bound']:<9}"
+        f"{found['tokens_per_second']:9.1f}"
+    )
+
+
+def _conclusion(report: dict[str, Any]) -> list[str]:
+    fastest = report["fastest"]
+    found = report["ways"][fastest]
+    lines = [f"fastest without the CPU: {NAMES[fastest]}"]
+    if not found["link_seconds"]:
+        lines[0] += "; nothing crosses, because the weights and the state of this batch fit"
+    below = report["cpu_faster_below"]
+    if below > 1:
+        lines.append(
+            f"below {below} requests a CPU that computes the rest ({CPU_GBPS:g} GB/s, "
+            f"{CPU_TFLOPS:g} TFLOP/s: assumed) is faster"
+        )
+    return [*lines, "modelled: nothing here was measured"]
