@@ -9,6 +9,7 @@ import msgspec
 
 from sglang_hc.config import FLAGS, HcConfig, flag_of
 
+
 def _size_or_word(text: str) -> float | str:
     """A number; whether a word may stand in its place is checked with the value."""
     try:

@@ -148,4 +148,8 @@ class WeightRing:
 
 
 def _cut(memory: torch.Tensor, layers: Sequence[Parked]) -> list[torch.Tensor]:
-    return list(memory[: sum(layer.bytes for layer in layers)].split([one.bytes for one in layers]))
+    arenas, at = [], 0
+    for layer in layers:
+        arenas.append(memory[at : at + layer.bytes])
+        at += layer.bytes
+    return arenas

@@ -70,7 +70,7 @@ def all_hooks() -> list[Hook]:
     from sglang_hc.srt.arguments import server_args
     from sglang_hc.srt.model import cpu_attention, model_state, offload
     from sglang_hc.srt.requests import entrance, namespaces, overflow, pins, self_test
-    from sglang_hc.srt.scheduling import hooks, meeting, preemption, speculation
+    from sglang_hc.srt.scheduling import hooks, meeting, preemption, speculation, weights
 
     after, around, before = HookType.AFTER, HookType.AROUND, HookType.BEFORE
     asked, served = in_place.Proof.TOKENIZER, in_place.Proof.SCHEDULER
@@ -136,7 +136,11 @@ def all_hooks() -> list[Hook]:
         Hook(f"{tokenizer}.clear_hicache_storage", around, hooks.clear_everywhere, cleared),
         *(
             Hook(f"{updates}.{name}", around, hooks.change_weights, guard.STALE)
-            for name in hooks.REFUSED_UPDATE
+            for name in weights.UPDATES
+        ),
+        *(
+            Hook(f"{updates}.{name}", around, weights.use_weights, answer)
+            for name in weights.OTHERS
         ),
     ]
     if not torch.cuda.is_available() and os.environ.get(cpu.SGLANGS_ATTENTION) != "1":
