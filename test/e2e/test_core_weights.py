@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from support.core import Core, run_in_child
 from support.prompts import SMALL, prompt
 
@@ -49,3 +51,34 @@ def test_an_update_that_changes_nothing_forgets_nothing(models: None) -> None:
 def test_the_end_of_a_session_forgets_what_was_saved(models: None) -> None:
     before, meanwhile, behind = run_in_child(in_a_session)
     assert before >= 3 and meanwhile >= before and behind == 0
+
+
+def in_host_memory() -> tuple[list[bool], object, str]:
+    """What is answered where weights lie in host memory: whether updates and checks succeed, a
+    parameter, what is said to who wants to save them. And the reply behind it."""
+    from sglang_hc.srt.scheduling.weights import OTHERS, UPDATES
+
+    core = Core("--hc-offload-gb", "1", *SMALL)
+    before = core.ask(prompt(2, 200), 8).tokens
+    updater, asked = core.scheduler.weight_updater, SimpleNamespace()
+    saving = [name for name, made in OTHERS.items() if made is None]
+    answers = {
+        name: getattr(updater, name)(asked) for name in (*UPDATES, *OTHERS) if name not in saving
+    }
+    parameter = answers.pop("get_weights_by_name").parameter
+    said = set()
+    for name in saving:
+        try:
+            getattr(updater, name)(asked)
+        except ValueError as error:
+            said.add(str(error))
+    core.push_out()
+    assert core.ask(prompt(2, 200), 8).tokens == before
+    (sentence,) = said | {answer.message for answer in answers.values()}
+    return [answer.success for answer in answers.values()], parameter, sentence
+
+
+def test_weights_in_host_memory_are_neither_replaced_nor_read(models: None) -> None:
+    good, parameter, sentence = run_in_child(in_host_memory)
+    assert len(good) == 7 and not any(good) and parameter is None
+    assert "--hc-offload-gb" in sentence and "restart" in sentence

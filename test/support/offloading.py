@@ -56,7 +56,7 @@ class RefillsTooEarly(WeightRing):
 
 
 @contextlib.contextmanager
-def spoiled(ring: type[WeightRing] = WeightRing) -> Iterator[None]:
+def spoiled_weights(ring: type[WeightRing] = WeightRing) -> Iterator[None]:
     """Rings that are made inside are of this kind, late and spoiled."""
     from sglang_hc.srt.model import offload
 
@@ -107,7 +107,7 @@ def offloaded(
     *flags: str,
 ) -> Told:  # fmt: skip
     """With weights in host memory, and evicted between the turns."""
-    with spoiled(ring):
+    with spoiled_weights(ring):
         core = Core(
             "--hc-offload-gb", gib, "--hc-forms", plan, *SMALL, "--dtype", dtype, *flags,
             model=model,

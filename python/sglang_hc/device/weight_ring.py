@@ -1,17 +1,17 @@
 """Weights of layers that lie in host memory and come to the device ahead of their layer.
 
 The device has two places: the layer that runs is in one of them, and the next one comes into the
-other. The system of HybridServe streams the weights of its decoder layers in this way.
+other (HybridServe section 4.2.2).
 """
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 
 import torch
 
 from sglang_hc.device.copy_stream import CopyStream
+from sglang_hc.store.host_memory import mapped
 from sglang_hc.store.scatter_queue import Event
 
 PLACES = 2
@@ -79,12 +79,11 @@ class WeightRing:
         before it is refilled. Raises ConfigError when the host memory cannot be locked."""
         self._copy_stream = copy_stream
         self._spoil = spoil
-        self._memory = mmap.mmap(-1, max(1, sum(layer.bytes for layer in layers)))
-        self._memory.madvise(mmap.MADV_DONTFORK)
-        self._arenas = _cut(torch.frombuffer(self._memory, dtype=torch.uint8), layers)
+        memory = mapped(sum(layer.bytes for layer in layers))
+        self._arenas = _cut(torch.frombuffer(memory, dtype=torch.uint8), layers)
         for layer, arena in zip(layers, self._arenas, strict=True):
             layer.park(arena)
-        copy_stream.pin(self._memory)
+        copy_stream.pin(memory)
         size = max(arena.numel() for arena in self._arenas)
         places = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(PLACES)]
         self.places = tuple(place.fill_(SPOILED) for place in places)

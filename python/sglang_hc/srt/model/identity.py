@@ -12,7 +12,7 @@ import torch
 
 from sglang_hc import __version__
 from sglang_hc.srt.binding import arguments
-from sglang_hc.srt.model.offload import reader
+from sglang_hc.srt.model.offload import weights_of
 from sglang_hc.srt.ranks.start_group import StartGroup
 
 SAMPLES = 1024
@@ -33,7 +33,7 @@ def model_identity(runner: Any, group: StartGroup) -> list[str]:
         group.digest(cache_scales(runner.model)),
         str(arguments.attention_backend(args)),
         str(arguments.kv_cache_dtype(args)),
-        group.digest(weights_digest(runner.model, reader(runner))),
+        group.digest(weights_digest(runner.model, weights_of(runner).ready_to_read)),
         *([f"{group.size} ranks"] if group.size > 1 else []),
     ]
 

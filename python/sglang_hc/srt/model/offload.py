@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +49,7 @@ class HostedWeights:
         self.ring = ring
         self._numbers = numbers
         self._layers = layers
+        self._owners = {} if ring is None else ring.numbers()
 
     @property
     def layer_bytes(self) -> float:
@@ -62,6 +62,13 @@ class HostedWeights:
         if layer in self._numbers:
             assert self.ring is not None
             self.ring.ready(self._numbers[layer])
+
+    def ready_to_read(self, tensor: torch.Tensor) -> None:
+        """The same for one tensor of the model, whichever layer it belongs to."""
+        number = self._owners.get(id(tensor))
+        if number is not None:
+            assert self.ring is not None
+            self.ring.ready(number)
 
 
 ALL_RESIDENT = HostedWeights(None, {}, 1)
@@ -263,17 +270,3 @@ def _to_device(
     for tensor in (*layer.parameters(), *layer.buffers()):
         if id(tensor) not in stays and tensor.device.type != device.type:
             tensor.data = tensor.data.to(device)
-
-
-def reader(runner: Any) -> Callable[[torch.Tensor], None]:
-    """Called with a parameter of the model before its values are read, in any order."""
-    weights = weights_of(runner)
-    if weights.ring is None:
-        return lambda tensor: None
-    return partial(_read, weights.ring, weights.ring.numbers())
-
-
-def _read(ring: WeightRing, numbers: Mapping[int, int], tensor: torch.Tensor) -> None:
-    number = numbers.get(id(tensor))
-    if number is not None:
-        ring.ready(number)
