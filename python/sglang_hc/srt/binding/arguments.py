@@ -150,6 +150,12 @@ def pass_sizes(args: Any) -> PassSizes:
     )
 
 
+def makes_graphs(args: Any) -> bool:
+    """Whether any passes run as CUDA graphs."""
+    graphs: CudaGraphConfig = _now(args, "cuda_graph_config")
+    return {graphs.decode.backend, graphs.prefill.backend} != {Backend.DISABLED}
+
+
 def chunk_was_given(args: Any) -> bool:
     """Whether the user named the tokens of a pass."""
     return args.chunked_prefill_size is not None

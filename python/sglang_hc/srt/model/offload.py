@@ -116,6 +116,11 @@ def settle(runner: Any, config: HcConfig, group: StartGroup) -> HostedWeights:
     layer its weights before it runs. Raises ConfigError."""
     if not config.offload_gb:
         return ALL_RESIDENT
+    if arguments.makes_graphs(arguments.of(runner)):
+        raise ConfigError(
+            "--hc-offload-gb: SGLang makes CUDA graphs for this model, which wait for no weights; "
+            "add --cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled"
+        )
     layers, device = _stack(runner.model), torch.device(runner.device)
     shared = _shared_memory(runner.model)
     matrices = [[p for p in layer.parameters() if _is_matrix(p, shared)] for layer in layers]
@@ -131,6 +136,8 @@ def settle(runner: Any, config: HcConfig, group: StartGroup) -> HostedWeights:
         ring = WeightRing(parked, device, copy_stream_for(device, model_streams(runner)))
     except ConfigError as error:
         raise ConfigError(str(error).replace("--hc-host-size-gb", "--hc-offload-gb")) from None
+    if device.type == "cuda":
+        torch._C._host_emptyCache()  # SGLang pins quantised weights behind the load, one by one
     logger.info(
         "sglang-hc: weights of %d of %d layers, %.2f GiB, lie in host memory and pass through "
         "%.2f GiB on the device",
