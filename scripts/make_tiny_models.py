@@ -111,12 +111,10 @@ def _demo(about: str, num_key_value_heads: int, intermediate_size: int) -> Famil
 FAMILIES: dict[str, Family] = {
     "llama-mha": _rope_model("LlamaConfig", "Llama, multi-head attention"),
     "llama-gqa": _rope_model(
-        "LlamaConfig", "Llama, grouped-query attention", num_attention_heads=8,
-        num_key_value_heads=2,
+        "LlamaConfig", "Llama, grouped queries", num_attention_heads=8, num_key_value_heads=2
     ),
     "mistral": _rope_model(
-        "MistralConfig", "Mistral, grouped-query attention, no sliding window",
-        num_key_value_heads=2, sliding_window=None,
+        "MistralConfig", "Mistral, no sliding window", num_key_value_heads=2, sliding_window=None
     ),
     "qwen2": _rope_model("Qwen2Config", "Qwen2, bias on the QKV projection", num_key_value_heads=2),
     "qwen3": _rope_model(
@@ -128,8 +126,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi": _rope_model(
         # SGLang takes four times the hidden size for the MLP, whatever the config says.
-        "PhiConfig", "Phi-1/2, bias, partial rotary", intermediate_size=1024,
-        partial_rotary_factor=0.5,
+        "PhiConfig", "Phi-1/2, bias", intermediate_size=1024, partial_rotary_factor=0.5
     ),
     "opt": Family(
         "OPTConfig",
@@ -162,6 +159,10 @@ FAMILIES: dict[str, Family] = {
             original_max_position_embeddings=4096, beta_fast=32, beta_slow=1, mscale=1.0,
             mscale_all_dim=1.0,
         ),
+    ),
+    "qwen3-moe": _rope_model(
+        "Qwen3MoeConfig", "Qwen3, two of four experts", num_key_value_heads=2, head_dim=64,
+        moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2,
     ),
     "demo": _demo("the demo: Llama, multi-head attention, 12 layers, hidden 768", 12, 2048),
     "demo-gqa": _demo("sibling of the demo with 4 key-value heads of 12", 4, 2384),

@@ -58,6 +58,14 @@ def test_flags_become_a_config(machine: Path) -> None:
     )  # fmt: skip
 
 
+def test_weights_in_host_memory_are_a_size_or_what_does_not_fit(machine: Path) -> None:
+    assert parse("--hc-offload-gb", "12").offload_gb == 12
+    assert parse("--hc-offload-gb", "auto").offload_gb == "auto"
+    for text, wanted in (("3", 3), ("0.5", 0.5), ('"auto"', "auto")):
+        found = HcConfig.from_json(f'{{"offload_gb": {text}}}')
+        assert found.offload_gb == wanted and isinstance(found.offload_gb, float | str)
+
+
 def test_help_lists_every_flag(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("--help")
@@ -94,6 +102,10 @@ def test_what_a_parser_cannot_read_is_named_with_status_2(
         (["--hc-host-size-gb", "0"], "must be above 0 GiB"),
         (["--hc-host-size-gb", "nan"], "must be above 0 GiB"),
         (["--hc-host-size-gb", "65"], "65 GiB is larger than"),
+        (["--hc-offload-gb", "all"], "must be GiB or auto, got 'all'"),
+        (["--hc-offload-gb", "-1"], "must be 0 or more GiB, or auto, got -1"),
+        (["--hc-offload-gb", "inf"], "must be 0 or more GiB, or auto"),
+        (["--hc-offload-gb", "nan"], "must be 0 or more GiB, or auto"),
         (["--hc-forms", "fast"], "layer plan 'fast'"),
         (["--hc-forms", "kv:2,hidden:2"], ".*in the order"),
         (["--hc-disk", ""], ""),

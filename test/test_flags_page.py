@@ -23,7 +23,8 @@ ROWS = {
 }
 OF_SGLANG = {
     "--model-path", "--dp-size", "--radix-eviction-policy", "--enable-priority-scheduling",
-    "--tokenizer-worker-num", "--enable-deterministic-inference", "--config",
+    "--tokenizer-worker-num", "--enable-deterministic-inference", "--config", "--max-total-tokens",
+    "--chunked-prefill-size",
 }  # fmt: skip
 
 

@@ -9,7 +9,18 @@ import msgspec
 
 from sglang_hc.config import FLAGS, HcConfig, flag_of
 
-_PARSERS: dict[Any, Any] = {float: float, float | None: float, int: int}
+
+def _size_or_word(text: str) -> float | str:
+    """A number; whether a word may stand in its place is checked with the value."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+_PARSERS: dict[Any, Any] = {
+    float: float, float | None: float, int: int, float | str: _size_or_word,
+}  # fmt: skip
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -27,6 +27,9 @@ HOST_MOST_GIB = 256
 """Most of that for one scheduler process: it locks its share for the GPU in one call when it
 starts, and nobody should wait minutes for a size that he did not ask for."""
 
+AUTO = "auto"
+"""Size of the weights in host memory: what does not fit on the device."""
+
 FILE = "file"
 """The remote store that is a directory, kept as those of `--hc-disk`."""
 
@@ -61,6 +64,7 @@ class HcConfig(msgspec.Struct, frozen=True):
     exact: bool = False
     open_routes: bool = False
     audit: float = 0.001
+    offload_gb: float | str = 0.0
 
     def __post_init__(self) -> None:
         for name, flag in FLAGS.items():
@@ -143,6 +147,15 @@ def _check_host_size(gib: float) -> None:
             f"({total / GIB:.1f} GiB); give at most what is free "
             f"({available_memory() / GIB:.1f} GiB now)"
         )
+
+
+def _check_offload(gib: float | str) -> None:
+    """Raise ConfigError unless it is a size or `auto`."""
+    if gib == AUTO:
+        return
+    if not isinstance(gib, float):
+        raise ConfigError(f"must be GiB or auto, got {gib!r}")
+    _between(0, float("inf"), "0 or more GiB, or auto")(gib)
 
 
 def _check_forms(text: str) -> None:
@@ -363,6 +376,12 @@ FLAGS: dict[str, Flag] = {
         "share of the restored blocks that an idle server computes again and compares; 0 is off",
         "SHARE",
         check=_between(0, 1, "a share from 0 (off) to 1"),
+    ),
+    "offload_gb": Flag(
+        "weights of decoder layers that lie in host memory and come to the device ahead of their "
+        "layer; auto: those that do not fit beside --max-total-tokens",
+        "GIB|auto",
+        check=_check_offload,
     ),
 }
 """Every option once, in the order of `--help`; the types and defaults are `HcConfig`'s."""

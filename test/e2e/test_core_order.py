@@ -29,6 +29,7 @@ FLAGS = (
     *("--max-running-requests", "2"),
 )
 SERIAL = "--disable-overlap-schedule"
+OFFLOAD = ("--hc-offload-gb", "1")
 
 
 def old_commit(core: OrderedCore) -> None:
@@ -66,6 +67,16 @@ def allocator_not_told(core: OrderedCore) -> None:
 def taps_not_joined(core: OrderedCore) -> None:
     """The model goes on beside the copies of its hidden states."""
     core.tree.tiers.capture.taps.branch.join = lambda: None
+
+
+def weights_not_waited_for(core: OrderedCore) -> None:
+    """A layer computes while its weights come."""
+    core.model_state.weights.ring._copy_stream.before_compute = lambda event: None
+
+
+def weights_come_too_early(core: OrderedCore) -> None:
+    """They come into a place with which the device has yet to compute."""
+    core.model_state.weights.ring._copy_stream.after = lambda computed: None
 
 
 def forget_at_once(core: OrderedCore) -> None:
@@ -125,6 +136,7 @@ def served(
         (("--hc-forms", "recompute:1,hidden:1,kv:2", "--chunked-prefill-size", "64"), False),
         (("--hc-forms", "recompute:1,hidden:2,kv:1", SERIAL), False),
         (("--hc-forms", "hidden:2,kv:2", SERIAL), True),
+        (("--hc-forms", "recompute:1,hidden:1,kv:2", *OFFLOAD), False),
     ],
     ids=lambda value: " ".join(value) if value not in (False, True) else f"beside={value}",
 )
@@ -133,6 +145,8 @@ def test_no_access_is_unordered(models: None, flags: tuple[str, ...], beside: bo
     assert not seen["races"], "\n".join(seen["races"])
     assert seen["host"] > 300, "hardly anything was restored"
     wanted = {"slot table", "host pool", "ring", "KV pool, layer 3, part 1", "frame"}
+    if OFFLOAD[0] in flags:
+        wanted |= {"weights in place 0", "weights in place 1"}
     assert wanted <= seen["accesses"].keys()
 
 
@@ -145,6 +159,8 @@ def test_no_access_is_unordered(models: None, flags: tuple[str, ...], beside: bo
         (allocator_not_told, ("--hc-forms", "kv"), "made in"),
         (taps_not_joined, ("--hc-forms", "hidden"), "taps"),
         (forget_at_once, ("--hc-forms", "hidden"), "snapshot"),
+        (weights_not_waited_for, ("--hc-forms", "hidden", *OFFLOAD), "weights in place"),
+        (weights_come_too_early, ("--hc-forms", "kv", *OFFLOAD), "weights in place"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from support.core import Core, run_in_child
@@ -94,3 +95,34 @@ def test_a_busy_pipeline_opens_no_session(models: None) -> None:
         (busy, is_open, said), idle = stage
         assert busy and not is_open and "try again" in said
         assert idle == (False, True, "Success")
+
+
+def in_host_memory() -> tuple[list[bool], object, str]:
+    """What is answered where weights lie in host memory: whether updates and checks succeed, a
+    parameter, what is said to who wants to save them. And the reply behind it."""
+    from sglang_hc.srt.scheduling.weights import OTHERS, UPDATES
+
+    core = Core("--hc-offload-gb", "1", *SMALL)
+    before = core.ask(prompt(2, 200), 8).tokens
+    updater, asked = core.scheduler.weight_updater, SimpleNamespace()
+    saving = [name for name, made in OTHERS.items() if made is None]
+    answers = {
+        name: getattr(updater, name)(asked) for name in (*UPDATES, *OTHERS) if name not in saving
+    }
+    parameter = answers.pop("get_weights_by_name").parameter
+    said = set()
+    for name in saving:
+        try:
+            getattr(updater, name)(asked)
+        except ValueError as error:
+            said.add(str(error))
+    core.push_out()
+    assert core.ask(prompt(2, 200), 8).tokens == before
+    (sentence,) = said | {answer.message for answer in answers.values()}
+    return [answer.success for answer in answers.values()], parameter, sentence
+
+
+def test_weights_in_host_memory_are_neither_replaced_nor_read(models: None) -> None:
+    good, parameter, sentence = run_in_child(in_host_memory)
+    assert len(good) == 7 and not any(good) and parameter is None
+    assert "--hc-offload-gb" in sentence and "restart" in sentence

@@ -13,6 +13,7 @@ import pytest
 
 from support.conversations import Outcome, check_same_tokens, compare, options, overwrite
 from support.exactness import BOUND
+from support.offloading import spoiled_weights
 from support.ranked_core import CORES, run_ranks
 from support.ranked_turns import both_on_rank, worst_of_stage
 
@@ -39,6 +40,25 @@ BY_NIGHT = [
     ("grid", "qwen3", "recompute:1,kv:3"),
     ("grid", "deepseek-v2", "kv"),
 ]
+
+
+def with_weights_in_host_memory(
+    rank: int, port: int, kind: str, form: str
+) -> tuple[Outcome, dict[str, Any]]:
+    with spoiled_weights():
+        return both_on_rank(rank, port, kind, "llama-gqa", form, "--hc-offload-gb", "1")
+
+
+@pytest.mark.parametrize("kind", ["tp", pytest.param("pp", marks=pytest.mark.slow)])
+def test_each_rank_may_have_its_part_of_the_weights_in_host_memory(models: None, kind: str) -> None:
+    form = "recompute:1,hidden:1,kv:2" if kind == "tp" else "hidden:2,kv:2"
+    wanted = run_ranks(both_on_rank, kind, "llama-gqa", form)
+    for (plain, _), (rank, _) in zip(
+        wanted, run_ranks(with_weights_in_host_memory, kind, form), strict=True
+    ):
+        check_same_tokens(rank)
+        assert rank.kept["tokens"] == plain.kept["tokens"]
+        assert worst_of_stage(rank) <= BOUND["float32"]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 
 from benchmark.quality.real_text import drift, push_out, tokens_of
 from support.core import Core, run_in_child
+from support.offloading import spoiled_weights
 
 pytestmark = pytest.mark.long
 
@@ -24,6 +25,8 @@ QUESTIONS = (
     "Name one of the rights in it.",
 )
 REPLY = 20
+HALF_GIB = "0.19"
+"""What 14 of its 30 layers do not have, and 15 do."""
 
 
 def prompts(model: str) -> list[list[int]]:
@@ -64,12 +67,13 @@ def converse(core: Core, added: list[list[int]], salt: str, evict: bool) -> dict
     return report
 
 
-def both(model: str, forms: str, dtype: str) -> tuple[Any, Any, str, str]:
+def both(model: str, forms: str, dtype: str, *flags: str) -> tuple[Any, Any, str, str]:
     """(never evicted, evicted, layer plan, first reply as text)."""
-    core = Core(
-        "--hc-forms", forms, "--hc-host-size-gb", "0.5", "--max-total-tokens", "1024",
-        "--dtype", dtype, model=model,
-    )  # fmt: skip
+    with spoiled_weights():  # where there are weights in host memory
+        core = Core(
+            "--hc-forms", forms, "--hc-host-size-gb", "0.5", "--max-total-tokens", "1024",
+            "--dtype", dtype, *flags, model=model,
+        )  # fmt: skip
     added = prompts(model)
     kept = converse(core, added, "kept", evict=False)
     evicted = converse(core, added, "evicted", evict=True)
@@ -101,6 +105,16 @@ def test_a_reply_goes_on_token_for_token_in_float32(real_model: str, forms: str)
     assert plan == forms
     check(kept, evicted, text)
     assert max(found.worst for found in evicted["drift"]) <= 1e-5
+
+
+def test_half_of_the_layers_may_lie_in_host_memory(real_model: str) -> None:
+    forms = "recompute:4,hidden:13,kv:13"
+    wanted, *_ = run_in_child(both, real_model, forms, "float32")
+    kept, evicted, _, text = run_in_child(
+        both, real_model, forms, "float32", "--hc-offload-gb", HALF_GIB
+    )
+    check(kept, evicted, text)
+    assert kept["tokens"] == wanted["tokens"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

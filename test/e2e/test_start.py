@@ -99,6 +99,34 @@ def refusal(argv: tuple[str, ...]) -> tuple[object, str]:
         ),
         (("--cpu-offload-gb", "4"), ("--cpu-offload-gb", "--hc-disable")),
         (("--offload-group-size", "2"), ("--offload-group-size", "--hc-disable")),
+        *(
+            (("--hc-offload-gb", "1", *flags), ("--hc-offload-gb and", flags[0], "leave one"))
+            for flags in (
+                ("--enable-lora",),
+                ("--lora-paths", "a=b"),
+                ("--speculative-algorithm", "NGRAM"),
+                ("--enable-eplb",),
+                ("--kt-weight-path", "/tmp/experts"),
+                ("--enable-memory-saver",),
+                ("--enable-weights-cpu-backup",),
+                ("--weight-cache-mode", "daemon"),
+                ("--load-format", "layered"),
+                ("--load-format", "sharded_state"),
+                ("--quantization", "bitsandbytes"),
+                ("--cuda-graph-backend-decode", "full"),
+                ("--cuda-graph-backend-prefill", "breakable"),
+                ("--cuda-graph-backend-prefill", "full"),
+                ("--remote-instance-weight-loader-start-seed-via-transfer-engine",),
+            )
+        ),
+        (
+            ("--hc-offload-gb", "1", "--cpu-offload-gb", "4"),
+            ("--cpu-offload-gb", "--hc-offload-gb leaves them in host memory too"),
+        ),
+        (("--hc-offload-gb", "1", "--offload-group-size", "2"), ("--offload-group-size",)),
+        (("--hc-offload-gb", "1", "--enable-torch-compile"), ("--enable-torch-compile",)),
+        (("--hc-offload-gb", "1", "--enable-two-batch-overlap"), ("--enable-two-batch-overlap",)),
+        (("--hc-offload-gb", "many"), ("--hc-offload-gb", "GiB or auto")),
         (("--disable-radix-cache",), ("--disable-radix-cache", "--hc-disable")),
         # Both were taken without a word, and never built.
         (("--enable-lmcache",), ("--enable-lmcache", "--hc-disable")),

@@ -209,6 +209,37 @@ def test_any_mix_of_loaded_and_recomputed_layers(data: st.DataObject, counts: tu
     assert bench.tiers.restorer.counters["recomputed_layer_tokens"] == recomputed
 
 
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_hidden_states_may_have_to_wait_for_their_layers_turn(in_turn: bool) -> None:
+    """Weights come layer by layer: between two passes of a recomputation those of a later layer
+    would cost a copy each, although the rows are there."""
+    bench, early = Bench(LayerPlan(2, 2, 1)), []
+    restorer, pool = bench.tiers.restorer, bench.pool
+    restorer.path = replace(restorer.path, in_turn=in_turn)
+    stream = restorer.path.copy_stream
+    write, run = pool.write_hidden, bench.recomputer.run
+
+    def recompute(restoration: Restoration, between: Callable[[], None]) -> None:
+        def all_copied() -> None:
+            stream.advance_to(stream.enqueued)  # type: ignore[attr-defined]
+            between()
+
+        run(restoration, all_copied)
+
+    def written(layer: int, *rows: torch.Tensor) -> None:
+        early.append(layer)
+        write(layer, *rows)
+
+    bench.recomputer.run = recompute  # type: ignore[method-assign]
+    pool.write_hidden = written  # type: ignore[method-assign]
+    bench.queue(0, 0, 100, 2)
+    restorer.gate.set_consumer(restorer.start())
+    assert bool(early) != in_turn
+    bench.tiers.after_pass(())
+    assert set(early) == {2, 3}
+    bench.check([100, 0])
+
+
 @pytest.mark.parametrize("recompute", [1, 3])
 def test_a_restoration_outside_any_pass_recomputes_too(recompute: int) -> None:
     bench = Bench(LayerPlan(1, 1, 2))

@@ -20,7 +20,7 @@ import torch
 from sglang_hc.capture.direct import DeviceRing
 from sglang_hc.capture.taps import SideBranch
 from sglang_hc.srt.engine.streams import ComputeStream
-from sglang_hc.srt.model import capture_memory, model_state
+from sglang_hc.srt.model import capture_memory, model_state, offload
 from sglang_hc.srt.model.capture_memory import CaptureMemory
 from sglang_hc.srt.start import build
 from sglang_hc.store.executor import CopyRows, Operation, ScatterRows
@@ -98,6 +98,7 @@ class OrderedCore(Core):
         taps = SideBranch(torch.cpu, self.clocks.stream("taps"))
         for target, name, new in (
             (build, "copy_stream_for", lambda *_: copy_stream),
+            (offload, "copy_stream_for", lambda *_: OrderedCopyStream(self.clocks)),
             (capture_memory, "_tap_branch", lambda *_: taps),
             (build, "_side_stream", lambda *_: side),
             (model_state, "take_capture_memory", partial(_with_device_memory, take)),
@@ -142,6 +143,9 @@ class OrderedCore(Core):
             watch.region(f"snapshot {staging.index} on the device", staging.device)
         for frame in tiers.restorer.path.staging.free:
             watch.region("frame", frame)
+        weights = self.model_state.weights.ring
+        for number, place in enumerate(weights.places if weights is not None else ()):
+            watch.region(f"weights in place {number}", place)
         executor = tiers.capture.scatters.executor
         executor.submit = _noting(executor.submit, watch, tiers.restorer.path.pool, snapshots)
 

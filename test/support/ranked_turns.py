@@ -34,10 +34,10 @@ def engine(rank: int, port: int, kind: str, form: str, model: str, *below: str) 
 
 
 def both_on_rank(
-    rank: int, port: int, kind: str, model: str, form: str, **env: str
+    rank: int, port: int, kind: str, model: str, form: str, *flags: str, **env: str
 ) -> tuple[Outcome, dict[str, Any]]:
     """The conversations of `compare`, and the tiers' part of what /server_info shows then."""
-    core = KINDS[kind](rank, port, *options(form, "float32"), model=model, **env)
+    core = KINDS[kind](rank, port, *options(form, "float32"), *flags, model=model, **env)
     return compare(core), core.shown()
 
 

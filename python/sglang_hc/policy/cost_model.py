@@ -66,6 +66,9 @@ class CostModel:
     ahead: seconds of copies from host memory that the staging frames hold, as measured.
     learned: by what each resource that was seen has to be multiplied. For a remote store that is
     not in `copies` it is the seconds for a token of a layer.
+    weights: seconds that a layer's weights take from host memory, on average over all layers: so
+    long a layer takes at least. They share the link with the copies from host memory. 0 where all
+    weights are on the device. What is seen beside them corrects nothing.
     plan: the layer plan that was chosen by these costs, so that the next start keeps it while it is
     good: blocks under another plan are not found. None before it was chosen.
 
@@ -81,6 +84,7 @@ class CostModel:
     ahead: NonNegative = math.inf
     learned: dict[Resource, Annotated[float, Meta(gt=0)]] = field(default_factory=dict)
     plan: LayerPlan | None = None
+    weights: NonNegative = 0.0
 
     def __post_init__(self) -> None:
         self.learned = dict(self.learned)  # `replace` makes a model that learns on its own
@@ -133,7 +137,10 @@ class CostModel:
         other = self._factor(Resource.PREFILL)
         attention = self.prefill.attention(new, context)
         whole = self.prefill.seconds(new, context)
-        return whole * other + attention * (self._factor(Resource.ATTENTION) - other)
+        computing = whole * other + attention * (self._factor(Resource.ATTENTION) - other)
+        if not computing:
+            return 0.0
+        return max(computing, self.weights) if self.overlap else computing + self.weights
 
     def knows(self, tier: SourceTier) -> bool:
         """Whether there are costs of a tier: a remote store's are learned from its reads."""
@@ -153,6 +160,9 @@ class CostModel:
         if tier is not host:
             copy_hidden += self.copy_hidden(tier, tokens)
             copy_kv += self.copy_kv(tier, tokens)
+        if self.overlap:  # else one thread does both, and the weights count with the layer
+            copy_hidden += self.weights
+            copy_kv += self.weights
         return LayerTimes(
             copy_hidden=copy_hidden,
             copy_kv=copy_kv,
@@ -171,6 +181,8 @@ class CostModel:
         takes of it as measured at the start, without what was learned. Times that are not positive
         and finite say nothing and are ignored.
         """
+        if self.weights and not parts.keys() <= set(_READS.values()):
+            return
         expected = sum(part * self._factor(resource) for resource, part in parts.items())
         if not (0.0 < expected < math.inf and 0.0 < seconds < math.inf):
             return

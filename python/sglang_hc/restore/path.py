@@ -108,7 +108,8 @@ class RestorePath:
     recomputer: None where no layer is recomputed. side_stream: the work is submitted to a stream
     beside the compute stream, `SIDE_LAYERS` layers ahead of the layer that is waited for; with None
     it is submitted to the compute stream when it is waited for. rotation: moves K of blocks that
-    have moved; None where none does.
+    have moved; None where none does. in_turn: hidden states are projected in their own layer's turn
+    alone, because its weights come to the device for that.
     """
 
     pool: HostPool
@@ -117,6 +118,7 @@ class RestorePath:
     recomputer: Recomputer | None = None
     side_stream: SideStream | None = None
     rotation: Rotation | None = None
+    in_turn: bool = False
 
     @property
     def copy_stream(self) -> CopyStream:

@@ -82,6 +82,7 @@ class RestorePass:
         self._recomputer = path.recomputer
         self._rotation = path.rotation
         self._source = LayerSource(path.pool)
+        self._in_turn = path.in_turn
         self._ordered = sorted(restorations, key=lambda r: r.recompute)
         self._slots = torch.cat([r.device_slots for r in self._ordered])
         device = self._slots.device
@@ -176,10 +177,17 @@ class RestorePass:
         that restore together write the same pieces, whichever rank's copies are over."""
         if self._staging.in_step:
             for _ in range(len(self._staged)):
+                if self._waits_for_turn(self._staged[0]):
+                    return
                 self._advance()
             return
-        while self._staged and self._staged[0].event.done():
+        while self._staged and not self._waits_for_turn(self._staged[0]):
+            if not self._staged[0].event.done():
+                return
             self._advance()
+
+    def _waits_for_turn(self, staged: _Staged) -> bool:
+        return self._in_turn and self._layout.form(staged.layer) is Form.HIDDEN
 
     def _loads(self) -> Iterator[_Load]:
         """Everything that is to be loaded, in the order in which the model needs it."""

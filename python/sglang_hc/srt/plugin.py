@@ -68,9 +68,9 @@ class Hook(NamedTuple):
 def all_hooks() -> list[Hook]:
     """Every hook."""
     from sglang_hc.srt.arguments import server_args
-    from sglang_hc.srt.model import cpu_attention, model_state
+    from sglang_hc.srt.model import cpu_attention, model_state, offload
     from sglang_hc.srt.requests import entrance, namespaces, overflow, pins, self_test
-    from sglang_hc.srt.scheduling import hooks, meeting, preemption, speculation
+    from sglang_hc.srt.scheduling import hooks, meeting, preemption, speculation, weights
 
     after, around, before = HookType.AFTER, HookType.AROUND, HookType.BEFORE
     asked, served = in_place.Proof.TOKENIZER, in_place.Proof.SCHEDULER
@@ -101,6 +101,7 @@ def all_hooks() -> list[Hook]:
     found = [
         Hook(f"{args}.add_cli_args", after, server_args.add_cli_args, start),
         Hook(f"{args}.from_cli_args", around, server_args.from_cli_args, start),
+        Hook(f"{runner}.load_model", before, offload.before_load_model, start),
         Hook(f"{runner}.load_model", after, model_state.after_load_model, start),
         Hook(f"{scheduler}.__init__", around, hooks.build_scheduler, start),
         Hook(f"{http}._wait_and_warmup", around, self_test.wait_and_warmup, start),
@@ -135,7 +136,11 @@ def all_hooks() -> list[Hook]:
         Hook(f"{tokenizer}.clear_hicache_storage", around, hooks.clear_everywhere, cleared),
         *(
             Hook(f"{updates}.{name}", around, hooks.change_weights, guard.STALE)
-            for name in hooks.REFUSED_UPDATE
+            for name in weights.UPDATES
+        ),
+        *(
+            Hook(f"{updates}.{name}", around, weights.use_weights, answer)
+            for name in weights.OTHERS
         ),
     ]
     if not torch.cuda.is_available() and os.environ.get(cpu.SGLANGS_ATTENTION) != "1":

@@ -34,23 +34,28 @@ class MemorySpec:
         return pool + self.snapshots * whole_pages(math.prod(self.snapshot_shape))
 
 
-class HostMemory:
-    """A host pool over one mapping, and snapshots: rows of several forward passes on their way into
-    slots (HCache section 4.2.2).
+def mapped(size: int) -> mmap.mmap:
+    """Memory of so many bytes at least, from a page on.
 
     Pages are taken from the system as they are first written; huge ones where the system gives
     them, because O_DIRECT and CUDA handle memory by the page. None of it is in a core dump, and no
     forked process has it: that would move pages away from under reads by O_DIRECT.
     """
+    mapping = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE)
+    with suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    mapping.madvise(mmap.MADV_DONTDUMP)  # state of all tenants, and as large as the machine
+    mapping.madvise(mmap.MADV_DONTFORK)
+    return mapping
+
+
+class HostMemory:
+    """A host pool over one mapping, and snapshots: rows of several forward passes on their way into
+    slots (HCache section 4.2.2)."""
 
     def __init__(self, spec: MemorySpec) -> None:
         self.spec = spec
-        mapping = mmap.mmap(-1, max(spec.bytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE)
-        with suppress(OSError):  # a kernel without huge pages
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        mapping.madvise(mmap.MADV_DONTDUMP)  # state of all tenants, and as large as the machine
-        mapping.madvise(mmap.MADV_DONTFORK)
-        self._rest = memoryview(mapping)
+        self._rest = memoryview(mapped(spec.bytes))
         pool_bytes = spec.num_slots * spec.layout.slot_bytes
         self.pool = HostPool(spec.layout, spec.num_slots, self._take(pool_bytes))
         self.snapshots = [self._snapshot(spec.snapshot_shape) for _ in range(spec.snapshots)]

@@ -38,7 +38,7 @@ ALONE = {
     "trace": "/tmp/sglang-hc-no-such-trace",
     "restore": "always", "ttl": "3", "schedule": "ready-first",
     "overflow": "recompute", "exact": None, "open_routes": None,
-    "audit": "1",
+    "audit": "1", "offload_gb": "auto",
     "profile": str(FREE_LOADING),
 }  # fmt: skip
 """Flags that have an effect by themselves, with a value."""

@@ -18,7 +18,7 @@ from sglang.srt.environ import envs
 
 from sglang_hc.command_line import add_flags, config_from, given_flags
 from sglang_hc.config import CONFIG_ENV, ConfigError, HcConfig, flag_of, refuse_same_directory
-from sglang_hc.srt.arguments import hicache_flags
+from sglang_hc.srt.arguments import hicache_flags, offload_flags
 from sglang_hc.srt.arguments.graphs import check_prefill_graphs
 from sglang_hc.srt.binding import arguments
 from sglang_hc.srt.binding.arguments import asked
@@ -37,7 +37,8 @@ WORKER_APP = "sglang_hc.srt.start.worker:app"
 """What a tokenizer worker serves (`--tokenizer-worker-num` above 1)."""
 
 OFFLOADED = (
-    "weights that are moved for each layer are not where projections and recomputed layers look"
+    "weights that are moved for each layer are not where projections and recomputed layers look; "
+    "--hc-offload-gb leaves them in host memory too"
 )
 
 SKIPPED = "its kernels skip the taps that capture hidden states"
@@ -165,6 +166,8 @@ def _begin(args: Any, config: HcConfig) -> None:
     if not config.disable:
         refuse_modes(args, config)
         refuse_same_directory(config)
+        if config.offload_gb:
+            offload_flags.begin(args)
         if config.remote is not None:
             from sglang_hc.srt.arguments.storage_backends import check_remote
 
@@ -190,7 +193,10 @@ def _begin(args: Any, config: HcConfig) -> None:
 def graphs_chosen(args: Any, previous: Step) -> None:
     """Behind the step that chooses CUDA graphs; those after it size memory by that."""
     previous(args)
-    if config_of(args) is not None:
+    config = config_of(args)
+    if config is not None and config.offload_gb:
+        offload_flags.check_graphs(args)
+    elif config is not None:
         check_prefill_graphs(args)
 
 
@@ -200,6 +206,8 @@ def settled(args: Any, previous: Step) -> None:
     if config is not None:
         check_radix_cache(args)
         refuse_modes(args, config)
+        if config.offload_gb:
+            offload_flags.refuse_modes(args)
     previous(args)
 
 

@@ -84,6 +84,27 @@ def leave_out_prefill_graphs(args: Any) -> None:
     choose(args, "cuda_graph_config", without)
 
 
+def asked_graphs(args: Any) -> list[str]:
+    """Phases of passes for which a flag named a back end that makes CUDA graphs."""
+    graphs: CudaGraphConfig = asked(args, "cuda_graph_config")
+    found = []
+    for phase in (Phase.DECODE, Phase.PREFILL):
+        flag = f"cuda_graph_backend_{phase}"
+        by_model = asked(args, flag) != getattr(args, flag)
+        makes = getattr(graphs, phase).backend != Backend.DISABLED
+        if makes and (phase, "backend") in args._cuda_graph_config_locked and not by_model:
+            found.append(phase)
+    return found
+
+
+def leave_out_graphs(args: Any) -> None:
+    """Run all passes without CUDA graphs."""
+    graphs = asked(args, "cuda_graph_config")
+    for phase in (Phase.DECODE, Phase.PREFILL):
+        graphs = with_phase(graphs, phase, backend=Backend.DISABLED)
+    choose(args, "cuda_graph_config", graphs)
+
+
 # -- what they came to ---------------------------------------------------------------------------
 
 
@@ -127,6 +148,29 @@ def pass_sizes(args: Any) -> PassSizes:
         int(_now(args, "max_running_requests") or 2 * graphs.decode.max_bs),
         max_speculative_num_draft_tokens(args) or 0,
     )
+
+
+def makes_graphs(args: Any) -> bool:
+    """Whether any passes run as CUDA graphs."""
+    graphs: CudaGraphConfig = _now(args, "cuda_graph_config")
+    return {graphs.decode.backend, graphs.prefill.backend} != {Backend.DISABLED}
+
+
+def chunk_was_given(args: Any) -> bool:
+    """Whether the user named the tokens of a pass."""
+    return args.chunked_prefill_size is not None
+
+
+def grow_chunk(args: Any, tokens: int, static: float) -> None:
+    """Let passes have so many tokens of prompts, and weights and KV pool this share of the device.
+    Before the KV pool is made; this process serves with `args`."""
+    get_context().override(SOURCE, chunked_prefill_size=tokens, mem_fraction_static=static)
+
+
+def pool_tokens(args: Any) -> int | None:
+    """The KV pool's tokens; None where what is left of the device decides."""
+    found: int | None = _now(args, "max_total_tokens")
+    return found
 
 
 def quantization(args: Any) -> str | None:

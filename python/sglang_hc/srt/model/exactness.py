@@ -189,6 +189,7 @@ def layer_differs(adapter: LayerAdapter, index: int, digest: Any) -> tuple[float
     for first, last in [*windows(LAYER_ROWS), *single]:
         # The attention module may change its inputs in place.
         inputs = states[first:last].clone(), positions[first:last].clone()
+        adapter.ready()
         own = model_kv(adapter.attention, adapter.radix, *inputs)
         for name, scale, a, b in zip("KV", scales, own, restored, strict=True):
             rows = b[first:last]

@@ -8,6 +8,7 @@ embedding. What they do not share is where the modules are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,8 @@ class LayerAdapter:
         self.models_product = False
         """Whether restorations may run no other product than the model's: kernels of our own add up
         in another order."""
+        self.ready: Callable[[], None] = lambda: None
+        """Called before the layer's weights are used: they may lie in host memory."""
 
     @property
     def has_other_norm(self) -> bool:
@@ -75,6 +78,7 @@ class LayerAdapter:
 
         Looked up at each call, so that updated weights count at once.
         """
+        self.ready()
         bias = self.qkv.bias
         return self.qkv.weight[self.q_rows :], None if bias is None else bias[self.q_rows :]
 
@@ -85,6 +89,7 @@ class LayerAdapter:
         if self.sliceable:
             kv = self.linear(hidden, *self.kv_weight())
         else:
+            self.ready()
             # Not the module itself: a tap hangs on it and would take these rows for new ones.
             kv = self.qkv.quant_method.apply(self.qkv, hidden, self.qkv.bias)[:, self.q_rows :]
         k, v = kv.split([self._k_rows, kv.shape[1] - self._k_rows], dim=-1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 import sglang
@@ -11,6 +12,7 @@ import torch
 
 from sglang_hc import __version__
 from sglang_hc.srt.binding import arguments
+from sglang_hc.srt.model.offload import weights_of
 from sglang_hc.srt.ranks.start_group import StartGroup
 
 SAMPLES = 1024
@@ -31,7 +33,7 @@ def model_identity(runner: Any, group: StartGroup) -> list[str]:
         group.digest(cache_scales(runner.model)),
         str(arguments.attention_backend(args)),
         str(arguments.kv_cache_dtype(args)),
-        group.digest(weights_digest(runner.model)),
+        group.digest(weights_digest(runner.model, weights_of(runner).ready_to_read)),
         *([f"{group.size} ranks"] if group.size > 1 else []),
     ]
 
@@ -43,19 +45,23 @@ def _without_paths(config: Any) -> Any:
     return {key: _without_paths(part) for key, part in config.items() if key != "_name_or_path"}
 
 
-def weights_digest(model: torch.nn.Module) -> str:
+def weights_digest(
+    model: torch.nn.Module, before: Callable[[torch.Tensor], None] = lambda tensor: None
+) -> str:
     """Digest over every parameter and every buffer that a checkpoint may hold: name, shape, dtype,
     the sum of its words, and SAMPLES of them.
 
     The sum sees a change of any single element, the samples see elements that changed places. Reads
-    each weight once, where it lies; no defence against somebody who forges weights.
+    each weight once, where it lies; no defence against somebody who forges weights. before: called
+    before a tensor is read.
     """
     state = hashlib.blake2b(digest_size=16, person=b"hc weights")
     sums: list[torch.Tensor] = []
     samples: list[torch.Tensor] = []
-    for name, tensor in model.state_dict().items():
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        before(tensor)
         state.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}\n".encode())
-        words = _words(tensor)
+        words = _words(tensor.detach())
         sums.append(words.sum(dtype=torch.int64).reshape(1))
         samples.append(words[:: max(1, len(words) // SAMPLES)].to(torch.int64))
     for found in (sums, samples):

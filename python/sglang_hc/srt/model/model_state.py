@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from sglang_hc.srt.model.exactness import (
     prepare,
     use_plain_products,
 )
+from sglang_hc.srt.model.offload import ALL_RESIDENT, HostedWeights, settle
+from sglang_hc.srt.model.offload_costs import grow_chunk, with_weights
 from sglang_hc.srt.model.recompute import Pieces, not_exact, recompute_excluded
 from sglang_hc.srt.model.scratch_layer import model_shape
 from sglang_hc.srt.ranks.start_group import StartGroup
@@ -47,7 +50,7 @@ class ModelState:
     this rank's layers, numbered from 0. cost: None where the machine could not be measured.
     layers: adapters of the held layers, None where none of them is hidden. memory: what capture
     needs of the device. proof: what was measured of hidden form, None where it is not used. group:
-    the ranks that decided it together.
+    the ranks that decided it together. weights: where they lie.
     """
 
     plan: LayerPlan
@@ -58,6 +61,13 @@ class ModelState:
     memory: CaptureMemory
     proof: HiddenProof | None
     group: StartGroup
+    weights: HostedWeights = ALL_RESIDENT
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether a layer's weights are on the device in its own turn alone, and something else
+        than a copy may need them."""
+        return self.weights.ring is not None and self.plan.kv < self.plan.num_layers
 
     def exactness(self, restore: str, pieces: Pieces | None) -> Exactness:
         """Of everything that a restoration of this server may bring back; KV form is a copy.
@@ -89,7 +99,10 @@ def after_load_model(result: Any, self: Any) -> None:
         return
     group = StartGroup.of_model()
     refuse_model(self.model, group)
+    weights = settle(self, config, group)
     layers = families.restorable_layers(self.model)
+    for index, layer in enumerate(layers or ()):
+        layer.ready = partial(weights.ready, index)
     prepare(arguments.of(self), layers, config.exact)
     reason = group.reason(hidden_excluded(self, layers))
     proof = None
@@ -98,6 +111,7 @@ def after_load_model(result: Any, self: Any) -> None:
         proof = of_all_ranks(choose_product(layers, config.exact), group)
         reason = disagreement(proof, self.dtype) or _not_proven(self, config, proof)
     cost = calibrate.cost_model(self, config, layers, reason is None, group)
+    cost = with_weights(self, cost, weights, group)
     held = families.held_layers(self.model, self.model_config.num_hidden_layers)
     stages = group.each(len(held))[:: parallel.tp_size()]
     plan = group.first(lambda: _plan(self, config, cost, reason, stages))
@@ -106,9 +120,10 @@ def after_load_model(result: Any, self: Any) -> None:
     own = plan.over(stages)[parallel.pp_rank()]
     if layers is not None and not plan.hidden:
         use_plain_products(layers)
+    grow_chunk(self, cost, own, group)
     memory = take_capture_memory(self, own, group)
     layers = layers if own.hidden else None
-    state = ModelState(plan, len(stages) > 1, own, cost, layers, memory, proof, group)
+    state = ModelState(plan, len(stages) > 1, own, cost, layers, memory, proof, group, weights)
     setattr(self, MODEL_STATE, state)
     if memory.taps is not None:
         assert layers is not None

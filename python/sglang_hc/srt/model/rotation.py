@@ -30,6 +30,7 @@ from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang_hc.device.exactness import relative_error
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
+from sglang_hc.srt.model.offload import weights_of
 from sglang_hc.srt.model.startup_checks import TOLERANCE, model_kv
 
 KNOWN = (
@@ -144,6 +145,7 @@ def _checked(runner: Any, plan: LayerPlan) -> TableRotation:
         key = partial(_latent_key, first, rotary) if latent else partial(_key, *layer)
         generator = torch.Generator().manual_seed(index)
         states = torch.randn((len(old), width), generator=generator).to(device, dtype)
+        weights_of(runner).ready(index)
         with torch.no_grad():
             stored, wanted = (key(states.clone(), at).reshape(len(old), -1) for at in (old, new))
         (moved,) = rotation.move(index, [stored.view(torch.uint8)], old, new)

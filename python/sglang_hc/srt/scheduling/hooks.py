@@ -14,14 +14,8 @@ from typing import Any
 
 from fastapi import HTTPException
 from sglang.srt.managers.io_struct import (
-    BeginWeightUpdateReqOutput,
     ClearHiCacheReqInput,
     ClearHiCacheReqOutput,
-    EndWeightUpdateReqOutput,
-    UpdateWeightFromDiskReqOutput,
-    UpdateWeightsFromDistributedReqOutput,
-    UpdateWeightsFromIPCReqOutput,
-    UpdateWeightsFromTensorReqOutput,
 )
 
 from sglang_hc.errors import ConfigError
@@ -32,24 +26,11 @@ from sglang_hc.srt.engine.guard import tree_of
 from sglang_hc.srt.engine.scheduler import BUILDING, OwnScheduler
 from sglang_hc.srt.ranks import decisions
 from sglang_hc.srt.requests.overflow import check_window
+from sglang_hc.srt.scheduling import weights
 from sglang_hc.srt.scheduling.speculation import hand_over
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 
 logger = logging.getLogger(__name__)
-
-BEGIN = "begin_weight_update"
-"""It opens a session of updates: weights are unpacked, and none changes yet."""
-
-REFUSED_UPDATE: dict[str, type[Any]] = {
-    "update_weights_from_disk": UpdateWeightFromDiskReqOutput,
-    "update_weights_from_distributed": UpdateWeightsFromDistributedReqOutput,
-    "update_weights_from_tensor": UpdateWeightsFromTensorReqOutput,
-    "update_weights_from_ipc": UpdateWeightsFromIPCReqOutput,
-    BEGIN: BeginWeightUpdateReqOutput,
-    "end_weight_update": EndWeightUpdateReqOutput,
-}
-"""What SGLang answers to each weight update. The last one ends several, and may pack the weights in
-another way."""
 
 IN_SESSION = {
     "update_weights_from_distributed",
@@ -154,14 +135,16 @@ def change_weights(original: Callable[..., Any], self: Any, recv_req: Any) -> An
     tree = tree_of(self.scheduler)
     if tree is None:
         return original(self, recv_req)
+    if weights.in_host_memory(self):
+        return weights.refusal(original.__name__)
     if tree.scheduler.is_between_stages:
-        return REFUSED_UPDATE[original.__name__](
+        return weights.UPDATES[original.__name__](
             success=False,
             message="with --pp-size above 1 and sglang-hc weights change while no request runs; "
             "wait for the requests, or abort them, and try again",
         )
     name = original.__name__
-    changes_none = name == BEGIN or (name in IN_SESSION and self._session is None)
+    changes_none = name == weights.BEGIN or (name in IN_SESSION and self._session is None)
     result = original(self, recv_req)
     if not changes_none:
         tree.forget_saved()

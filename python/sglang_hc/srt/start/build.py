@@ -117,7 +117,9 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     copies, side = device.copy_stream, _side_stream(model, device, layout.shape)
     gathers = parallel.tp_size() > 1
     ring = StagingRing.sized_for(layout.shape, device.pool.device, copies, gathers)
-    path = RestorePath(pool, device.pool, ring, device.recomputer, side, device.rotation)
+    path = RestorePath(
+        pool, device.pool, ring, device.recomputer, side, device.rotation, state.in_turn
+    )
     observer = profile = None
     if state.cost is not None and ranks.count == 1:
         # What one rank sees corrects no costs of several, which must decide alike.
@@ -352,7 +354,7 @@ def _planner(model: Model, device: Device, counters: Counter[str], ranks: Ranks)
         counters,
         ranks.clock,
         always=model.config.restore == "always",
-        as_they_come=alone and not state.has_stages,
+        as_they_come=alone and not state.has_stages and not state.in_turn,
     )
 
 
@@ -370,7 +372,7 @@ def _side_stream(model: Model, device: Device, shape: StateShape) -> SideStream 
     """Where restorations run: beside the compute stream only where that was measured faster. Ranks
     gather hidden states in the order of the model's own collectives, so in its stream."""
     layers = model.state.layers
-    if not device.is_gpu or layers is None or model.state.group.size > 1:
+    if not device.is_gpu or layers is None or model.state.group.size > 1 or model.state.in_turn:
         return None
     return fastest_stream(layers, model.allocator, device.copy_stream, shape, device.pool)
 

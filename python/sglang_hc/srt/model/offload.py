@@ -1,0 +1,279 @@
+"""`--hc-offload-gb`: which of a model's weights lie in host memory, and how its layers get them.
+
+SGLang hands every decoder layer that `make_layers` builds to its offloader; ours moves each to the
+host, so that the device never holds more than one while a model is loaded. Behind the load, when
+quantised weights have their last shape, some layers are chosen. They stay, in one piece of locked
+memory; the others go to the device. Vectors (norms, biases) stay on the device in any case.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.utils import offloader
+
+from sglang_hc.config import GIB, ConfigError, HcConfig
+from sglang_hc.device.copy_stream import copy_stream_for
+from sglang_hc.device.weight_ring import Parked, WeightRing
+from sglang_hc.policy.offload import fitting, holding
+from sglang_hc.srt.arguments.server_args import config_of
+from sglang_hc.srt.binding import arguments
+from sglang_hc.srt.engine.streams import model_streams
+from sglang_hc.srt.model.families import held_layers
+from sglang_hc.srt.model.scratch_layer import model_shape
+from sglang_hc.srt.ranks.replicas import place_of
+from sglang_hc.srt.ranks.start_group import StartGroup
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS = "_hc_weights"
+"""Attribute of a ModelRunner that holds our `HostedWeights`."""
+
+KV_SHARE = 4
+PASS_SHARE = 8
+"""`auto` leaves a quarter of the device for KV where no number of tokens is given, and an eighth
+for what passes need beside SGLang's own reserve: longer chunks, and rows on their way."""
+
+
+class HostedWeights:
+    """Of one model runner: which of its layers, numbered as this rank has them, are in a ring."""
+
+    def __init__(self, ring: WeightRing | None, numbers: Mapping[int, int], layers: int) -> None:
+        """ring: None where all layers are on the device. numbers: of layers, within the ring.
+        layers: that this rank has."""
+        self.ring = ring
+        self._numbers = numbers
+        self._layers = layers
+        self._owners = {} if ring is None else ring.numbers()
+
+    @property
+    def layer_bytes(self) -> float:
+        """That come to the device for each layer, on average over all."""
+        return 0.0 if self.ring is None else self.ring.bytes / self._layers
+
+    def ready(self, layer: int) -> None:
+        """The weights of `layer` are valid for the work submitted from now on, up to the next call.
+        Whoever uses them outside the model's own pass has to ask."""
+        if layer in self._numbers:
+            assert self.ring is not None
+            self.ring.ready(self._numbers[layer])
+
+    def ready_to_read(self, tensor: torch.Tensor) -> None:
+        """The same for one tensor of the model, whichever layer it belongs to."""
+        number = self._owners.get(id(tensor))
+        if number is not None:
+            assert self.ring is not None
+            self.ring.ready(number)
+
+
+ALL_RESIDENT = HostedWeights(None, {}, 1)
+
+
+def weights_of(runner: Any) -> HostedWeights:
+    """Where a model runner has its weights, once the model is loaded."""
+    found: HostedWeights = getattr(runner, WEIGHTS, ALL_RESIDENT)
+    return found
+
+
+class HostOffloader(offloader.BaseOffloader):
+    """SGLang's offloader while a model is loaded: it moves the decoder layers to the host."""
+
+    def __init__(self) -> None:
+        self.stacks: list[list[torch.nn.Module]] = []
+
+    def wrap_modules(
+        self,
+        all_modules_generator: Iterator[torch.nn.Module],
+        submodule_accessor: object = None,
+        whitelist_param_names_creator: object = None,
+    ) -> list[torch.nn.Module]:
+        """Called by `make_layers`. A stack without attention over the pool, such as the layers of
+        an encoder of images, stays as it is."""
+        layers = []
+        for layer in all_modules_generator:
+            layers.append(layer)
+            if _attends(layer):
+                _to_host(layer)
+        if any(map(_attends, layers)):
+            self.stacks.append(layers)
+        return layers
+
+
+def before_load_model(self: Any) -> None:
+    """BEFORE ModelRunner.load_model: the layers are built in host memory if some are to stay."""
+    config = config_of(arguments.of(self))
+    if config is not None and config.offload_gb and not self.is_draft_worker:
+        offloader.set_offloader(HostOffloader())
+
+
+def settle(runner: Any, config: HcConfig, group: StartGroup) -> HostedWeights:
+    """Behind ModelRunner.load_model: choose the layers that stay in host memory, and give each
+    layer its weights before it runs. Raises ConfigError."""
+    if not config.offload_gb:
+        return ALL_RESIDENT
+    if arguments.makes_graphs(arguments.of(runner)):
+        raise ConfigError(
+            "--hc-offload-gb: SGLang makes CUDA graphs for this model, which wait for no weights; "
+            "add --cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled"
+        )
+    layers, device = _stack(runner.model), torch.device(runner.device)
+    shared = _shared_memory(runner.model)
+    matrices = [[p for p in layer.parameters() if _is_matrix(p, shared)] for layer in layers]
+    sizes = [Parked(found).bytes for found in matrices]
+    chosen = _chosen(runner, config, sizes, group)
+    for number, layer in enumerate(layers):
+        staying = matrices[number] if number in chosen else ()
+        _to_device(layer, staying, device)
+    if not chosen:
+        return ALL_RESIDENT
+    parked = [Parked(matrices[number]) for number in chosen]
+    try:
+        ring = WeightRing(parked, device, copy_stream_for(device, model_streams(runner)))
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--hc-host-size-gb", "--hc-offload-gb")) from None
+    if device.type == "cuda":
+        torch._C._host_emptyCache()  # SGLang pins quantised weights behind the load, one by one
+    logger.info(
+        "sglang-hc: weights of %d of %d layers, %.2f GiB, lie in host memory and pass through "
+        "%.2f GiB on the device",
+        *(len(chosen), len(layers), ring.bytes / GIB),
+        sum(place.numel() for place in ring.places) / GIB,
+    )
+    numbers = {layer: number for number, layer in enumerate(chosen)}
+    for layer, number in numbers.items():
+        layers[layer].register_forward_pre_hook(_entering(ring, number))
+    weights = HostedWeights(ring, numbers, len(layers))
+    setattr(runner, WEIGHTS, weights)
+    return weights
+
+
+def _entering(ring: WeightRing, number: int) -> Callable[..., None]:
+    return lambda module, inputs: ring.enter(number)
+
+
+def _stack(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The decoder layers of this rank. Raises ConfigError."""
+    used = offloader.get_offloader()
+    stacks = used.stacks if isinstance(used, HostOffloader) else []
+    name = type(model).__name__
+    held = held_layers(model, sum(map(len, stacks)))
+    if len(stacks) != 1 or len(stacks[0]) != len(held):
+        raise ConfigError(
+            f"--hc-offload-gb: SGLang builds the layers of {name} in one piece, not layer by layer,"
+            " so none can be left in host memory; leave the flag out"
+        )
+    return stacks[0]
+
+
+def _chosen(
+    runner: Any, config: HcConfig, sizes: Sequence[int], group: StartGroup
+) -> tuple[int, ...]:
+    """Layers that stay in host memory. sizes: bytes of the matrices of each. Raises ConfigError."""
+    if config.offload_gb != "auto":
+        place = place_of(runner)
+        processes = place.replicas * place.stages * place.shards
+        return holding(int(float(config.offload_gb) * GIB) // processes, sizes)
+    room = group.least(_room(runner))
+    chosen = fitting(room, sizes)
+    missing = group.reason(None if chosen is not None else f"{sum(sizes) / GIB:.3g}")
+    if missing is not None:
+        raise ConfigError(
+            f"--hc-offload-gb auto: beside KV and what a pass needs the device has "
+            f"{max(room, 0) / GIB:.3g} GiB for {missing} GiB of layers, too little even for two of "
+            "them; give a smaller --max-total-tokens, or a higher --mem-fraction-static"
+        )
+    assert chosen is not None
+    if not chosen:
+        logger.info("sglang-hc: --hc-offload-gb auto: all weights fit on the device")
+    return chosen
+
+
+def _room(runner: Any) -> int:
+    """Bytes of the device that are left for layers; no bound on a device without memory of its own.
+    Now it holds the model's other weights."""
+    if torch.device(runner.device).type != "cuda":
+        return 1 << 62
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(runner.gpu_id)
+    args, shape = arguments.of(runner), model_shape(runner)
+    _, static = arguments.first_gpu(args)
+    tokens = arguments.pool_tokens(args)
+    kv = total // KV_SHARE if tokens is None else tokens * shape.kv_bytes * shape.num_layers
+    return int(free - total * (1 - static) - total // PASS_SHARE - kv)
+
+
+# -- what of a layer can be moved ----------------------------------------------------------------
+
+
+def _attends(layer: torch.nn.Module) -> bool:
+    return any(isinstance(module, RadixAttention) for module in layer.modules())
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters, buffers and other tensors of a module and those in it, each once or more."""
+    for owner in module.modules():
+        yield from owner.parameters(recurse=False)
+        yield from owner.buffers(recurse=False)
+        yield from (value for value in vars(owner).values() if isinstance(value, torch.Tensor))
+
+
+def _memory(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def _shared_memory(module: torch.nn.Module) -> set[tuple[torch.device, int]]:
+    """Memory that more than one tensor of a module looks at, or one that belongs to two modules:
+    moving one would leave the other behind."""
+    owners: Counter[tuple[torch.device, int]] = Counter()
+    for tensor in _tensors(module):
+        if not tensor.is_meta and tensor.numel():
+            owners[_memory(tensor)] += 1
+    return {memory for memory, count in owners.items() if count > 1}
+
+
+def _is_matrix(parameter: torch.Tensor, shared: set[tuple[torch.device, int]]) -> bool:
+    """Whether a parameter can be moved, and is large enough to pay for it."""
+    return (
+        parameter.dim() >= 2
+        and parameter.numel() > 0
+        and type(parameter.data) is torch.Tensor
+        and _is_dense(parameter)
+        and _memory(parameter) not in shared
+    )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without gaps, in any order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _to_host(layer: torch.nn.Module) -> None:
+    """Move a layer that was built. What others are made of behind the load is left where kernels
+    find it: MLA makes matrices of its own of `kv_b_proj`."""
+    shared, kept = _shared_memory(layer), set()
+    for owner in layer.modules():
+        if hasattr(owner, "w_kc") and hasattr(owner, "kv_b_proj"):
+            kept |= {id(parameter) for parameter in owner.kv_b_proj.parameters()}
+    for parameter in layer.parameters():
+        if _is_matrix(parameter, shared) and id(parameter) not in kept:
+            parameter.data = parameter.data.to("cpu")
+
+
+def _to_device(
+    layer: torch.nn.Module, staying: Sequence[torch.Tensor], device: torch.device
+) -> None:
+    """Move what SGLang or we have left in host memory to the device, but for `staying`."""
+    stays = {id(parameter) for parameter in staying}
+    for tensor in (*layer.parameters(), *layer.buffers()):
+        if id(tensor) not in stays and tensor.device.type != device.type:
+            tensor.data = tensor.data.to(device)
