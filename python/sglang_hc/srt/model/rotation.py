@@ -25,7 +25,7 @@ from sglang.srt.layers.rotary_embedding.rope_variant import (
     Llama3RotaryEmbedding,
 )
 from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
-from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MLATokenToKVPool
 
 from sglang_hc.device.exactness import relative_error
 from sglang_hc.errors import ConfigError
@@ -134,6 +134,10 @@ def _checked(runner: Any, plan: LayerPlan) -> TableRotation:
     rotaries = [known_rotary(getattr(module, "rotary_emb", None)) for module, _ in layers]
     if all(rotary is None for rotary in rotaries):
         raise CannotMove(f"{name} has no rotary embedding that is known")
+    if isinstance(pool, DSATokenToKVPool):
+        raise CannotMove(
+            "keys of a sparse-attention index are kept in 8 bits, too coarse to rotate"
+        )
     latent = isinstance(pool, MLATokenToKVPool)
     heads, first = (1, pool.kv_lora_rank) if latent else (pool.head_num, 0)
     width = pool.kv_cache_dim if latent else runner.model_config.hidden_size
