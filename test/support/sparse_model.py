@@ -1,11 +1,12 @@
 """A small random model with sparse attention, as DeepSeek-V3.2 has it: latent attention to the
 tokens that an index of 8-bit keys chooses. It chooses fewer than the tests' prompts have.
 
-    PYTHONPATH=python:test:. python -m support.sparse_model FOLDER
+    PYTHONPATH=test:. python -m support.sparse_model FOLDER
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,20 +24,11 @@ CONFIG: dict[str, Any] = dict(
     head_dim=32, index_topk=TOPK, index_n_heads=4, index_head_dim=128, n_group=1, topk_group=1,
 )  # fmt: skip
 
-REAL: dict[str, Any] = dict(
-    model_type="deepseek_v32", hidden_size=7168, num_hidden_layers=61, num_attention_heads=128,
-    num_key_value_heads=128, intermediate_size=18432, moe_intermediate_size=2048,
-    kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64, qk_nope_head_dim=128,
-    v_head_dim=128, n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8,
-    first_k_dense_replace=3, moe_layer_freq=1, index_topk=2048, index_n_heads=64,
-    index_head_dim=128, torch_dtype="bfloat16",
-)  # fmt: skip
-"""The published model's numbers."""
-
 
 def make(folder: Path) -> str:
     """Write the checkpoint in a process of its own. Returns its path."""
-    subprocess.run([sys.executable, "-m", "support.sparse_model", str(folder)], check=True)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-m", __name__, str(folder)], check=True, env=env)
     return str(folder / NAME)
 
 
