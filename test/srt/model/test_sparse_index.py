@@ -3,6 +3,10 @@ key and scale are parts of its row, wherever SGLang has them in a page."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,32 +15,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
-from sglang.srt.runtime_context import get_parallel
 
 from sglang_hc.srt.model.columns import Columns
 from sglang_hc.srt.model.kv_pool import KvPoolRows, UnsupportedPool
 from support.sparse_kernels import DIM, PAGE, SCALE, keys_of, scales_of
+from support.sparse_pool import LAYERS, PAGES, pool_of
+from support.waiting import HANGS_S
 
-PAGES, LAYERS = 5, 3
 SLOTS = st.lists(st.integers(0, PAGES * PAGE - 1), min_size=1, max_size=80, unique=True)
-
-
-def pool_of(
-    dtype: torch.dtype = torch.bfloat16, width: int = 576, layers: int = LAYERS, **options: Any
-) -> DSATokenToKVPool:
-    """DeepSeek-V3.2's latents of `width` elements, with bytes in it that differ everywhere."""
-    shape: dict[str, Any] = dict(
-        size=(PAGES - 1) * PAGE, page_size=PAGE, dtype=dtype, kv_lora_rank=512,
-        qk_rope_head_dim=64, layer_num=layers, device="cpu", index_head_dim=DIM,
-        enable_memory_saver=False, kv_cache_dim=width,
-    )  # fmt: skip
-    with get_parallel().override(attn_dcp_size=1):
-        pool = DSATokenToKVPool(**shape | options)
-    generator = torch.Generator().manual_seed(layers)
-    for buffer in (*pool.kv_buffer, *pool.index_k_with_scale_buffer):
-        raw = buffer.view(torch.uint8)
-        raw.copy_(torch.randint(0, 256, raw.shape, generator=generator, dtype=torch.uint8))
-    return pool
 
 
 def read(rows: KvPoolRows, layers: Sequence[int], slots: list[int]) -> list[torch.Tensor]:
@@ -109,6 +95,16 @@ def test_sglangs_own_move_moves_our_rows(source: list[int], data: st.DataObject)
     pool.move_kv_cache(torch.tensor(target), torch.tensor(source))
     for old, moved in zip(saved, read(rows, range(LAYERS), target), strict=True):
         assert torch.equal(old, moved)
+
+
+def test_sglangs_kernels_write_what_we_read_and_read_what_we_write() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "support.interpreted_index"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_INTERPRET": "1"},
+        capture_output=True, check=True, timeout=HANGS_S,
+    )  # fmt: skip
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == {"we_read": True, "they_read": True}
 
 
 class _Together:
