@@ -119,6 +119,10 @@ def _checked(runner: Any, plan: LayerPlan) -> TableRotation:
     CannotMove."""
     model, pool, dtype = runner.model, runner.token_to_kv_pool, runner.dtype
     name = type(model).__name__
+    if isinstance(pool, DSATokenToKVPool):
+        raise CannotMove(
+            "keys of a sparse-attention index are kept in 8 bits, too coarse to rotate"
+        )
     if plan.kv and pool.dtype != dtype:
         raise CannotMove(f"K is kept as {pool.dtype}, too coarse to be rotated again")
     learned = next((part for part, _ in model.named_modules() if _LEARNED.search(part)), None)
@@ -134,10 +138,6 @@ def _checked(runner: Any, plan: LayerPlan) -> TableRotation:
     rotaries = [known_rotary(getattr(module, "rotary_emb", None)) for module, _ in layers]
     if all(rotary is None for rotary in rotaries):
         raise CannotMove(f"{name} has no rotary embedding that is known")
-    if isinstance(pool, DSATokenToKVPool):
-        raise CannotMove(
-            "keys of a sparse-attention index are kept in 8 bits, too coarse to rotate"
-        )
     latent = isinstance(pool, MLATokenToKVPool)
     heads, first = (1, pool.kv_lora_rank) if latent else (pool.head_num, 0)
     width = pool.kv_cache_dim if latent else runner.model_config.hidden_size
