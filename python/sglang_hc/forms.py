@@ -19,6 +19,10 @@ CHUNK_ALIGN = 4096
 """Alignment of every chunk in bytes, so that O_DIRECT reads and writes whole chunks."""
 
 
+INDEX_GROUP = 128
+"""Elements of a sparse-attention index that share a scale."""
+
+
 class PlanError(ConfigError):
     """A layer plan that cannot be parsed or does not fit the model. The message is for users."""
 
@@ -136,7 +140,7 @@ class StateShape:
 
     hidden_bytes: bytes of the hidden state at the input of the fused QKV projection.
     kv_parts: bytes of each row the KV pool keeps: (K, V) with multi-head or grouped-query
-    attention, one latent row with MLA.
+    attention, one latent row with MLA; behind it `index_parts` with sparse attention.
     dtype: name of the element type, e.g. "bfloat16"; part of every block's identity.
     """
 
@@ -148,6 +152,12 @@ class StateShape:
     @property
     def kv_bytes(self) -> int:
         return sum(self.kv_parts)
+
+
+def index_parts(head_dim: int) -> tuple[int, int]:
+    """Bytes of a token's key in a layer's sparse-attention index, 8 bits an element, and of the
+    float32 scales of the key."""
+    return head_dim, head_dim // INDEX_GROUP * 4
 
 
 @dataclass(frozen=True)

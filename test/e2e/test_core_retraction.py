@@ -11,64 +11,14 @@ from typing import Any
 import pytest
 
 from support.core import Core, Once, run_in_child
-from support.prompts import SMALL, prompt
-
-NEW = 40
-"""Tokens of each reply."""
-
-EVERY = 12
-"""Passes between two retractions."""
+from support.prompts import SMALL
+from support.retractions import retract_often, serve
 
 
-PROMPTS = [prompt(i, 60 + 10 * i) for i in range(3)]
-
-
-class Computed:
-    """Tokens that were computed for requests which came back."""
-
-    def __init__(self, core: Core) -> None:
-        self.again = 0
-        self._run = core.scheduler.run_batch
-        core.scheduler.run_batch = self._run_batch
-
-    def _run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if batch.forward_mode.is_extend():
-            decode = set(batch.decoding_reqs or ())
-            self.again += sum(
-                count
-                for req, count in zip(batch.reqs, batch.extend_lens, strict=True)
-                if req.retracted_stain and req not in decode
-            )
-        return self._run(batch, *args, **kwargs)
-
-
-def serve(retract: bool, form: str, flags: tuple[str, ...]) -> dict[str, Any]:
-    from sglang.srt.managers import scheduler
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
-    # SGLang reads SGLANG_TEST_RETRACT at import, which was before this process began.
-    scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = retract, EVERY
-    core = Core("--hc-forms", form, *SMALL, *flags)
-    computed, generated, seen = Computed(core), [0], dict[Any, int]()
-
-    def settle(_: int) -> None:
-        for req in core.scheduler.waiting_queue:
-            if req.retraction_count > seen.get(req, 0):
-                seen[req] = req.retraction_count
-                generated[0] += len(req.output_ids)
-                core.tree.tiers.drain()  # what it left is saved before its turn
-                core.tree.evict(EvictParams(num_tokens=core.scheduler.max_total_num_tokens))
-
-    rids = [core.submit(tokens, NEW) for tokens in PROMPTS]
-    core.run(each_pass=settle)
-    core.settle()
-    return {
-        "replies": [core.reply(rid).tokens for rid in rids],
-        "retractions": sum(req.retraction_count for req in core.arrived),
-        "generated": generated[0],
-        "again": computed.again,
-        "stats": core.tree.stats(),
-    }
+def serve_with(retract: bool, form: str, flags: tuple[str, ...]) -> dict[str, Any]:
+    if retract:
+        retract_often()
+    return serve(Core("--hc-forms", form, *SMALL, *flags))
 
 
 @pytest.mark.parametrize(
@@ -84,9 +34,9 @@ def serve(retract: bool, form: str, flags: tuple[str, ...]) -> dict[str, Any]:
 def test_what_was_generated_is_not_computed_again(
     once: Once, form: str, flags: tuple[str, ...]
 ) -> None:
-    calm = once(serve, False, "kv", ())
+    calm = once(serve_with, False, "kv", ())
     assert calm["retractions"] == 0
-    found = run_in_child(serve, True, form, flags)
+    found = run_in_child(serve_with, True, form, flags)
     stats = found["stats"]
     assert found["replies"] == calm["replies"]
     assert found["retractions"] > 0 and found["generated"] > 40

@@ -2,8 +2,9 @@ import pytest
 
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import StateShape
+from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
 from sglang_hc.tools.model_shape import ModelShape
-from support.papers import LLAMA2_7B, LLAMA31_8B
+from support.papers import DEEPSEEK_V3, DEEPSEEK_V32, LLAMA2_7B, LLAMA31_8B
 
 MIXTRAL = LLAMA31_8B | dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
 QWEN3_30B_A3B = dict(
@@ -11,13 +12,6 @@ QWEN3_30B_A3B = dict(
     num_key_value_heads=4, head_dim=128, intermediate_size=6144, moe_intermediate_size=768,
     num_experts=128, num_experts_per_tok=8, decoder_sparse_step=1, mlp_only_layers=[],
     torch_dtype="bfloat16",
-)  # fmt: skip
-DEEPSEEK_V3 = dict(
-    model_type="deepseek_v3", hidden_size=7168, num_hidden_layers=61, num_attention_heads=128,
-    num_key_value_heads=128, intermediate_size=18432, moe_intermediate_size=2048,
-    kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64, qk_nope_head_dim=128,
-    v_head_dim=128, n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8,
-    first_k_dense_replace=3, moe_layer_freq=1, torch_dtype="bfloat16",
 )  # fmt: skip
 GPT2 = dict(model_type="gpt2", n_embd=768, n_layer=12, n_head=12)
 FALCON_7B = dict(
@@ -34,6 +28,7 @@ FALCON_7B = dict(
         (QWEN3_30B_A3B, "GQA", StateShape(48, 4096, (1024, 1024), "bfloat16")),
         (FALCON_7B, "MQA", StateShape(32, 9088, (128, 128), "float16")),
         (DEEPSEEK_V3, "MLA", StateShape(61, 14336, (1152,), "bfloat16")),
+        (DEEPSEEK_V32, "DSA", StateShape(61, 14336, (1152, 128, 4), "bfloat16")),
         (GPT2, "MHA", StateShape(12, 1536, (1536, 1536), "float16")),
     ],
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else None,
@@ -124,6 +119,36 @@ def test_paper_formulas_follow_for_multi_head_attention():
     shape = ModelShape.from_config(LLAMA2_7B)
     assert 2 * shape.kv_projection_params == 4 * 4096**2
     assert shape.attention_flops_per_pair == 4 * 4096
+
+
+def test_sparse_attention_costs_its_index_and_the_tokens_that_it_chooses():
+    """In the latent space: a query and a row have 576 elements, a value the 512 of the latent."""
+    dense, sparse = map(ModelShape.from_config, (DEEPSEEK_V3, DEEPSEEK_V32))
+    index = 1536 * 64 * 128 + 7168 * (128 + 64)
+    assert sparse.layer_params - dense.layer_params == index
+    assert sparse.attention_flops_per_pair == 2 * 64 * 128
+    assert sparse.attention_flops_per_token == 2 * 128 * (576 + 512) * 2048
+    assert sparse.describe().startswith("deepseek_v32, 61 layers, DSA, hidden 7168, 128 heads, ")
+    h200 = load_hardware("H200")
+    long, short = (64, 131_072), (64, 1024)
+    costs = [datasheet_costs(h200, shape, 50e9).prefill for shape in (dense, sparse)]
+    assert costs[1].seconds(*long) < 0.4 * costs[0].seconds(*long)
+    assert costs[1].seconds(*short) >= costs[0].seconds(*short)
+    counted = 2 * sparse.layer_params + sparse.attention_flops_per_token
+    assert costs[1].per_token == counted / h200.flops
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q_lora_rank": None}, "field q_lora_rank is missing"),
+        ({"index_n_heads": None}, "field index_n_heads is missing"),
+        ({"index_kpool": 4}, "index_kpool must be 1, a key for each token, got 4"),
+    ],
+)
+def test_another_index_is_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelShape.from_config(DEEPSEEK_V32 | change)
 
 
 def test_language_part_of_a_multi_modal_config_counts():

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 _WIDE = ((8, torch.int64), (4, torch.int32), (2, torch.int16))
+
+
+class Places(NamedTuple):
+    """At which row of its part a slot's row lies: those of a page's slots are consecutive, from
+    `first` on, and two pages are `stride` rows apart. By default a slot's number is its row's."""
+
+    page: int = 1
+    stride: int = 1
+    first: int = 0
+
+    def of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Rows (n,) int64 of slots (n,) int64."""
+        if self == (1, 1, 0):
+            return slots
+        pages = torch.div(slots, self.page, rounding_mode="floor")
+        return slots + (pages * (self.stride - self.page) + self.first)
 
 
 class DevicePool(Protocol):
@@ -54,6 +70,10 @@ def gather(
     stays."""
     for index, layer in enumerate(layers):
         for target, rows in zip(targets, pool.rows(layer), strict=True):
-            out = target[index, at : at + slots.numel(), : rows.shape[1]]
-            dtype = word(rows, out)
-            torch.index_select(rows.view(dtype), 0, slots, out=out.view(dtype))
+            select(rows, slots, target[index, at : at + slots.numel(), : rows.shape[1]])
+
+
+def select(rows: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
+    """Row slots[i] of `rows` to row i of `out`; both (n, bytes) uint8, slots (n,) int64."""
+    dtype = word(rows, out)
+    torch.index_select(rows.view(dtype), 0, slots, out=out.view(dtype))

@@ -140,7 +140,7 @@ def modelled_costs(
         ),
         prefill=Fit(
             0.0,
-            2 * shape.layer_params / rates.flops,
+            (2 * shape.layer_params + shape.attention_flops_per_token) / rates.flops,
             shape.attention_flops_per_pair / rates.flops,
             floor=shape.layer_params * weight_seconds + layer_overhead,
         ),

@@ -9,12 +9,12 @@ FFN) is in the functions below.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sglang_hc.errors import ConfigError, decode_json
-from sglang_hc.forms import StateShape
+from sglang_hc.forms import StateShape, index_parts
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
@@ -33,7 +33,9 @@ _PLAIN_FFN = _FOURFOLD_FFN | {"opt", "phi", "gpt_neox", "starcoder2", "nemotron"
 _TIED = {"gpt2", "opt", "bloom", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text"}
 """Families whose output is their embedding when the config does not say."""
 
-_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+_ATTENTION = {
+    "full_attention", "sliding_attention", "chunked_attention", "indexed_attention",
+}  # fmt: skip
 """Layer types whose state is KV rows."""
 
 _OTHER_STATE = ("mamba", "ssm_", "linear_num_", "linear_attn", "block_configs")
@@ -62,13 +64,17 @@ class ModelShape:
     """Geometry of one model.
 
     kv_parts: elements of each row that the KV pool keeps per token and layer, as in `StateShape`.
+    index_parts: bytes of what it keeps beside them of a sparse-attention index.
     layer_params: weights of one layer that one token passes through; with mixture of experts those
     of the experts it is routed to, averaged over dense and sparse layers.
     stored_params: weights of one layer, all experts included, averaged likewise.
     embedding_params: weights outside the layers: of the embedding, and of the output where it has
     its own; 0 where the config does not say how many words there are.
     kv_projection_params: weights that turn a hidden state into its KV row.
-    attention_flops_per_pair: FLOPs for one query token and one token it attends to.
+    attention_flops_per_pair: FLOPs for one query token and one token it attends to; with sparse
+    attention, and one token of its context, by the index.
+    attention_flops_per_token: FLOPs for one query token, however long its context: with sparse
+    attention to as many tokens as the index chooses, counted as if the context had them.
     """
 
     model_type: str
@@ -85,6 +91,13 @@ class ModelShape:
     kv_projection_params: int
     attention_flops_per_pair: int
     dtype: str
+    index_parts: tuple[int, ...] = ()
+    attention_flops_per_token: int = 0
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether K and V are kept as one latent row, smaller than a hidden state."""
+        return self.attention in ("MLA", "DSA")
 
     @property
     def element_bytes(self) -> int:
@@ -94,12 +107,13 @@ class ModelShape:
         """Sizes in bytes of an unsharded model."""
         size = self.element_bytes
         parts = tuple(part * size for part in self.kv_parts)
+        parts += self.index_parts
         return StateShape(self.num_layers, self.hidden_size * size, parts, self.dtype)
 
     def describe(self) -> str:
         """One line for people."""
         heads = f"{self.num_heads} heads"
-        if self.attention != "MLA":
+        if not self.is_latent:
             heads += f", {self.num_kv_heads} KV heads of {self.head_dim}"
         return (
             f"{self.model_type}, {self.num_layers} layers, {self.attention}, "
@@ -175,7 +189,7 @@ class _Reader:
         attention = (
             q_params + kv_projection + rank * heads * (nope + value) + heads * value * hidden
         )
-        return ModelShape(
+        dense = ModelShape(
             model_type=self._type,
             attention="MLA",
             num_layers=layers,
@@ -190,6 +204,29 @@ class _Reader:
             kv_projection_params=kv_projection,
             attention_flops_per_pair=2 * heads * (nope + rope + value),
             dtype=self._dtype(dtype),
+        )
+        chosen = self._optional("index_topk")
+        return dense if chosen is None else self._sparse(dense, chosen, q_rank)
+
+    def _sparse(self, dense: ModelShape, chosen: int, q_rank: int | None) -> ModelShape:
+        """Latent attention to the tokens that an index chooses (DeepSeek-V3.2, GLM-5). They are
+        attended to in the latent space, without keys and values of each head."""
+        if q_rank is None:
+            raise self._missing(("q_lora_rank",))
+        pool = self._optional("index_kpool")
+        if pool not in (None, 1):
+            raise self._bad("index_kpool", "must be 1, a key for each token", pool)
+        heads, dim = self._count(("index_n_heads",)), self._count(("index_head_dim",))
+        (row,) = dense.kv_parts
+        latent = row + self._count(("kv_lora_rank",))
+        index = q_rank * heads * dim + dense.hidden_size * (dim + heads)
+        return replace(
+            dense,
+            attention="DSA",
+            layer_params=dense.layer_params + index,
+            attention_flops_per_pair=2 * heads * dim,
+            attention_flops_per_token=2 * dense.num_heads * latent * chosen,
+            index_parts=index_parts(dim),
         )
 
     def _refuse_other_state(self) -> None:

@@ -99,6 +99,29 @@ def test_another_use_of_the_same_weights_is_another_model(other: dict) -> None:
     assert identity(runner(**other)) != identity(runner())
 
 
+def sparse_runner(**flags: str) -> SimpleNamespace:
+    """A model that attends to what an index chooses."""
+    one = runner(**flags)
+    one.model_config.hf_config.architectures = ["DeepseekV32ForCausalLM"]
+    one.model_config.hf_config.index_topk = 64
+    return one
+
+
+def test_what_chooses_the_tokens_of_sparse_attention_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And up to which length all are attended to. It is no matter to other models."""
+    name = "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD"
+    flags = [{f"dsa_{what}_backend": "tilelang"} for what in ("prefill", "decode", "topk")]
+    monkeypatch.setenv(name, "64")
+    found = [identity(sparse_runner(**one)) for one in ({}, *flags)]
+    plain = identity(runner())
+    monkeypatch.setenv(name, "4096")
+    found.append(identity(sparse_runner()))
+    assert len(set(map(tuple, found))) == len(found)
+    assert identity(runner()) == plain == identity(runner(**flags[0]))
+
+
 def test_state_of_another_sglang_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     own = identity(runner())
     monkeypatch.setattr(sglang, "__version__", "0.5.17")

@@ -11,7 +11,7 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import best_split, from_below
 from sglang_hc.tools.cli.main import main
 from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
-from support.papers import LLAMA2_7B, LLAMA31_8B, SHAPE
+from support.papers import DEEPSEEK_V32, LLAMA2_7B, LLAMA31_8B, SHAPE
 from support.waiting import HANGS_S
 
 
@@ -118,6 +118,17 @@ def test_only_the_link_is_asked_when_there_is_no_disk(model, plan):
 def test_bottleneck(model, plan, config, link, expected):
     out = plan("--model", model(config), "--gpu", "A100-40G", "--link-gbps", link)
     assert (out["bottleneck"], out["layer_plan"]) == expected
+
+
+def test_sparse_attention_is_planned_as_a_server_serves_it(model, plan, capsys):
+    """As KV, its index included, whatever the link: neither hidden nor recomputed layers."""
+    config = model(DEEPSEEK_V32)
+    for link in ("0.001", "50"):
+        out = plan("--model", config, "--gpu", "H200", "--link-gbps", link)
+        assert out["layer_plan"] == {"recompute": 0, "hidden": 0, "kv": 61}
+        assert out["bytes_per_token"]["kv"] == 61 * (1152 + 128 + 4)
+    assert main(["plan", "--model", config, "--gpu", "H200"]) == 0
+    assert "61 layers, DSA" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,12 @@ def attention_backend(args: Any) -> str | None:
     return _now(args, "attention_backend")
 
 
+def sparse_backends(args: Any) -> list[str]:
+    """What chooses the tokens of sparse attention and attends to them, by flag."""
+    names = ("prefill", "decode", "topk", "paged_mqa_logits")
+    return [f"{name} {_now(args, f'dsa_{name}_backend')}" for name in names]
+
+
 def is_deterministic(args: Any) -> bool:
     """Whether results are not to depend on the batch."""
     return _now(args, "enable_deterministic_inference")

@@ -9,6 +9,8 @@ from typing import Any
 
 import sglang
 import torch
+from sglang.srt.configs.model_config import is_deepseek_dsa
+from sglang.srt.environ import envs
 
 from sglang_hc import __version__
 from sglang_hc.srt.binding import arguments
@@ -35,7 +37,15 @@ def model_identity(runner: Any, group: StartGroup) -> list[str]:
         str(arguments.kv_cache_dtype(args)),
         group.digest(weights_digest(runner.model, weights_of(runner).ready_to_read)),
         *([f"{group.size} ranks"] if group.size > 1 else []),
+        *(_of_sparse_attention(args) if is_deepseek_dsa(runner.model_config.hf_config) else []),
     ]
+
+
+def _of_sparse_attention(args: Any) -> list[str]:
+    """What decides to which tokens a token attends, beside the model. Whether keys of the index are
+    turned before they are rounded shows in the names of the weights."""
+    dense = envs.SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD.get()
+    return [*arguments.sparse_backends(args), f"dense up to {dense} tokens"]
 
 
 def _without_paths(config: Any) -> Any:

@@ -11,10 +11,14 @@ from operator import gt
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+)
 
 from sglang_hc.capture.direct import DeviceRing
-from sglang_hc.device.gather_scatter import DevicePool, gather, scatter
+from sglang_hc.device.gather_scatter import DevicePool, Places, gather, scatter, select
 from sglang_hc.srt.model.columns import Columns, all_columns
 from sglang_hc.srt.model.families import LayerAdapter
 from sglang_hc.srt.model.projection import (
@@ -24,6 +28,7 @@ from sglang_hc.srt.model.projection import (
     installed_kernels,
     unused_slots,
 )
+from sglang_hc.srt.model.sparse_index import index_buffers, index_places, unsupported
 
 Gather = Callable[[DevicePool, Sequence[int], torch.Tensor, list[torch.Tensor], int], None]
 """`DevicePool.gather` of the pool that comes first."""
@@ -59,10 +64,17 @@ class KvPoolRows:
         self.num_layers = len(buffers)
         """Of the model; draft layers follow."""
         self._whole_rows = [_rows_of(layer) for layer in buffers]
-        latent = type(pool) is MLATokenToKVPool
+        latent = isinstance(pool, MLATokenToKVPool)
         kept = columns if latent else all_columns
         self._kept = [kept(part.shape[1]) for part in self._whole_rows[0]]
-        """Of each part of a row: heads of K and V are this rank's alone, a latent row is not."""
+        """Of each part of a row: heads of K and V are this rank's alone, a latent row and its index
+        are not."""
+        self._places = [Places()] * len(buffers[0])
+        if isinstance(pool, DSATokenToKVPool):
+            self._places = [Places(), *index_places(pool)]
+        self.interleaved = any(places != Places() for places in self._places)
+        """Whether rows of a part lie elsewhere than their slots, so that only this class finds
+        them."""
         self._rows = [
             [kept.of(part) for kept, part in zip(self._kept, layer, strict=True)]
             for layer in self._whole_rows
@@ -84,14 +96,26 @@ class KvPoolRows:
                 )
 
     def rows(self, layer: int) -> list[torch.Tensor]:
-        """One (slots, part bytes) uint8 view per part of a KV row, of what this rank keeps."""
+        """One (rows, part bytes) uint8 view per part of a KV row, of what this rank keeps. Row i is
+        that of slot i, unless `interleaved`."""
         return self._rows[layer]
 
     def gather(
         self, layers: Sequence[int], slots: torch.Tensor, targets: list[torch.Tensor], at: int
     ) -> None:
-        read = gather if layers[0] >= self.num_layers else self._read
-        read(self, layers, slots, targets, at)
+        if not self.interleaved:
+            read = gather if layers[0] >= self.num_layers else self._read
+            read(self, layers, slots, targets, at)
+            return
+        for part, (target, places) in enumerate(zip(targets, self._places, strict=True)):
+            rows = places.of(slots)
+            for index, layer in enumerate(layers):
+                source = self._rows[layer][part]
+                out = target[index, at : at + slots.numel(), : source.shape[1]]
+                if len(source):
+                    select(source, rows, out)
+                else:  # nobody reads it; nor shall anybody find there what others left
+                    out.zero_()
 
     def write_hidden(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
@@ -108,12 +132,13 @@ class KvPoolRows:
         if own and self.device.type == "cuda" and isinstance(self.pool, MHATokenToKVPool):
             self.write_kv_by_sglang(layer, parts, slots)
             return
-        if not own:
-            for target, rows in zip(self._rows[layer], parts, strict=True):
-                scatter(target, slots, rows[:, : target.shape[1]])
-            return
-        for target, kept, rows in zip(self._whole_rows[layer], self._kept, parts, strict=True):
-            scatter(target, slots, kept.whole(rows))
+        targets = self._whole_rows[layer] if own else self._rows[layer]
+        for target, kept, places, rows in zip(
+            targets, self._kept, self._places, parts, strict=True
+        ):
+            whole = kept.whole(rows) if own else rows[:, : target.shape[1]]
+            if len(target):
+                scatter(target, places.of(slots), whole)
 
     def write_kv_by_sglang(
         self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor
@@ -133,7 +158,7 @@ class KvPoolRows:
 
 def _rows_of(layer: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Each part of a layer as (slots, bytes) uint8."""
-    return [part.view(part.shape[0], -1).view(torch.uint8) for part in layer]
+    return [part.flatten(1).view(torch.uint8) for part in layer]
 
 
 def _buffers(pool: Any) -> list[list[torch.Tensor]]:
@@ -142,6 +167,12 @@ def _buffers(pool: Any) -> list[list[torch.Tensor]]:
         buffers = [[k, v] for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)]
     elif type(pool) is MLATokenToKVPool:
         buffers = [[kv] for kv in pool.kv_buffer]
+    elif type(pool) is DSATokenToKVPool:
+        reason = unsupported(pool)
+        if reason is not None:
+            raise UnsupportedPool(reason)
+        index = index_buffers(pool)
+        buffers = [[kv, *parts] for kv, parts in zip(pool.kv_buffer, index, strict=True)]
     else:
         raise UnsupportedPool(f"KV pool {type(pool).__name__} is not supported")
     if getattr(pool, "is_quantized_kv_cache", False):
@@ -164,7 +195,7 @@ def fastest_gather(
     layers: those whose KV is saved, at least one.
     """
     kernels = installed_kernels()
-    if kernels is None:
+    if kernels is None or pool.interleaved:
         return gather
     with unused_slots(allocator, TIMED_ROWS) as slots:
         chosen: Gather = kernels.fastest_gather(pool, layers, slots, ring)

@@ -148,7 +148,6 @@ def refuse_other_pools(ctx: Any) -> None:
     for wrong, what in (
         (ctx.is_hybrid_swa, "models whose sliding-window layers have a pool of their own"),
         (ctx.is_hybrid_ssm, "models with recurrent (Mamba) layers"),
-        (ctx.is_dsa, "models with sparse-attention indexes"),
     ):
         if wrong:
             raise ConfigError(

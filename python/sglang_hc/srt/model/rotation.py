@@ -25,7 +25,7 @@ from sglang.srt.layers.rotary_embedding.rope_variant import (
     Llama3RotaryEmbedding,
 )
 from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
-from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MLATokenToKVPool
 
 from sglang_hc.device.exactness import relative_error
 from sglang_hc.errors import ConfigError
@@ -120,6 +120,10 @@ def _checked(runner: Any, plan: LayerPlan) -> TableRotation:
     CannotMove."""
     model, pool, dtype = runner.model, runner.token_to_kv_pool, runner.dtype
     name = type(model).__name__
+    if isinstance(pool, DSATokenToKVPool):
+        raise CannotMove(
+            "keys of a sparse-attention index are kept in 8 bits, too coarse to rotate"
+        )
     if plan.kv and pool.dtype != dtype:
         raise CannotMove(f"K is kept as {pool.dtype}, too coarse to be rotated again")
     learned = next((part for part, _ in model.named_modules() if _LEARNED.search(part)), None)

@@ -18,6 +18,7 @@ import torch
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.kv_cache_configurator import calculate_mla_kv_cache_dim
 from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import linear, scaled_dot_product_attention
@@ -31,6 +32,7 @@ from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt.binding import arguments, parallel
 from sglang_hc.srt.model.columns import columns_of
 from sglang_hc.srt.model.families import LayerAdapter
+from sglang_hc.srt.model.sparse_index import parts_of_model
 from sglang_hc.srt.ranks.start_group import StartGroup
 
 Prefill = Callable[[int, int], None]
@@ -51,13 +53,14 @@ def subject_of(
 
 def model_shape(runner: Any) -> StateShape:
     """What the layers of this rank store, as SGLang's modules keep it."""
-    config, width = runner.model_config, kv_dtype(runner).itemsize
+    config, dtype = runner.model_config, kv_dtype(runner)
     radix = _attention_in(runner.model)
     if config.attention_arch == AttentionArch.MLA:
-        row = (config.kv_lora_rank + config.qk_rope_head_dim) * width
-        parts: tuple[int, ...] = (columns_of(row).count,)
+        row = calculate_mla_kv_cache_dim(model_config=config, kv_cache_dtype=dtype)
+        whole = row * dtype.itemsize, *parts_of_model(config)
+        parts = tuple(columns_of(part).count for part in whole)
     else:
-        row = radix.tp_k_head_num * width
+        row = radix.tp_k_head_num * dtype.itemsize
         parts = row * radix.qk_head_dim, row * radix.v_head_dim
     hidden = columns_of(config.hidden_size).count * runner.dtype.itemsize
     return StateShape(_layers_of(runner.model), hidden, parts, str(runner.dtype))

@@ -141,9 +141,10 @@ def _report(cost: CostModel, shape: ModelShape, tier: SourceTier, context: int, 
     layers = state.num_layers
     alone = cost.layer_times(tier, context)
     then_new = cost.layer_times(tier, context, new=new)
-    hidden = shape.attention != "MLA"
+    # What a server with this attention is not built to restore.
+    hidden, recompute = not shape.is_latent, shape.attention != "DSA"
     chosen = plan_for(
-        cost, state, [(tier, context)], new=new, allow_hidden=hidden, allow_recompute=True
+        cost, state, [(tier, context)], new=new, allow_hidden=hidden, allow_recompute=recompute
     )
 
     def meeting(plan: LayerPlan, behind: int) -> Split:
