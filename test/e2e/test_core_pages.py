@@ -14,6 +14,10 @@ from support.prompts import SMALL, on_disk, prompt
 
 PROMPT, MORE = prompt("pages", 300), prompt("more", 90)
 CHUNKS = "--chunked-prefill-size", "128"
+TAILS_FIRST = (
+    *("--radix-eviction-policy", "tlru", "--radix-eviction-policy-config"),
+    '{"threshold": 200, "next_prompt_estimate": 100}',
+)
 
 
 def two_turns(page: int, form: str, *flags: str) -> tuple[list[int], Any, dict[str, Any]]:
@@ -53,7 +57,7 @@ def wanted(models: None, once: Once) -> list[list[int]]:
         (64, "kv", ("--enable-mixed-chunk", *CHUNKS, "--disable-overlap-schedule")),
         (128, "hidden:2,kv:2", ("--max-total-tokens", "1280", *CHUNKS)),
         (1, "hidden:2,kv:2", ("--enable-mixed-chunk", *CHUNKS)),
-        (1, "kv", ("--radix-eviction-policy", "tlru", *CHUNKS)),
+        (1, "kv", (*TAILS_FIRST, *CHUNKS)),
     ],
 )
 def test_what_left_the_device_comes_back(

@@ -48,7 +48,9 @@ def nothing_is_saved(core: Any) -> None:
     assert not tiers.host.staged_slots, "a staged slot is left"
     assert tiers.disk is None or not len(tiers.disk.coming), "a block is still on its way"
     pinned = [node for node in tiers.host.tree.nodes() if node.pins]
-    assert not pinned, f"{len(pinned)} blocks are left pinned"
+    # A sample of what was restored stays until it is audited.
+    sampled = core.tree.audit is not None and core.tree.audit.waiting
+    assert sampled or not pinned, f"{len(pinned)} blocks are left pinned"
 
 
 def watch(patch: pytest.MonkeyPatch) -> None:
