@@ -1,7 +1,6 @@
 """HybridServe's figures from the model of a pass."""
 
 import json
-from statistics import geometric_mean
 
 import pytest
 
@@ -61,12 +60,3 @@ def test_the_committed_tables_are_those_of_this_tree(tmp_path, capsys):
     made = json.loads((tmp_path / "out.json").read_text())
     kept = json.loads((ROOT / "benchmark/results/throughput-paper.json").read_text())
     assert made["tables"] == kept["tables"]
-
-
-def test_averages_are_geometric_over_models_and_prompts():
-    gains = [
-        paper.throughput("act", run) / paper.throughput("flexgen", run)
-        for run in (paper.Run(size, prompt) for size in paper.OPT for prompt in paper.PROMPTS)
-    ]
-    assert paper.gain("act", "flexgen") == pytest.approx(geometric_mean(gains))
-    assert max(gains) > 1.5 * min(gains)  # so other means are not the same

@@ -51,6 +51,8 @@ def test_json_says_what_the_model_of_a_pass_says(plan):
     assert out["cpu"]["tokens_per_second"] == pytest.approx(
         out["cpu"]["batch"] / ways.cpu_seconds(out["cpu"]["batch"])
     )
+    assumed = {"flop_fraction": 0.65, "device_reserved": 0.1, "cpu_gbps": 75, "cpu_tflops": 1.5}
+    assert out["assumed"] == assumed
     assert out["fastest"] == "hybrid" and 1 < out["cpu_faster_below"] < 500
 
 

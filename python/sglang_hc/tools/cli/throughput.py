@@ -111,6 +111,12 @@ def run(args: argparse.Namespace, shape: ModelShape, hardware: Hardware, link: f
         "kv_bytes": setting.stored.kv,
         "context": setting.requests.context,
         "output": setting.requests.output,
+        "assumed": {
+            "flop_fraction": hardware.flop_fraction.value,
+            "device_reserved": RESERVED,
+            "cpu_gbps": CPU_GBPS,
+            "cpu_tflops": CPU_TFLOPS,
+        },
         "layers_gb": ways.model.layers * ways.model.weights / 1e9,
         "ways": {way: one and _way_json(ways, one) for way, one in served.items()},
         "fastest": fastest,
