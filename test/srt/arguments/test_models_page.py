@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_hc.config import ConfigError, HcConfig
 from sglang_hc.srt.arguments.server_args import (
@@ -110,12 +111,26 @@ def test_a_variable_is_refused(name: str) -> None:
         assert name in refusal()
 
 
-@pytest.mark.parametrize("kind", ["is_hybrid_swa", "is_hybrid_ssm", "is_dsa"])
+def built_with(algorithm: str = "NONE", **kinds: bool) -> Any:
+    """What SGLang builds a tree from. algorithm: of speculative decoding."""
+    runner = SimpleNamespace(spec_algorithm=SpeculativeAlgorithm.from_string(algorithm))
+    worker = SimpleNamespace(model_runner=runner)
+    none = dict.fromkeys(("is_hybrid_swa", "is_hybrid_ssm", "is_dsa"), False)
+    return SimpleNamespace(**none | kinds, tp_worker=worker)
+
+
+@pytest.mark.parametrize("kind", ["is_hybrid_swa", "is_hybrid_ssm"])
 def test_state_outside_the_pool_is_refused(kind: str) -> None:
-    plain = dict.fromkeys(("is_hybrid_swa", "is_hybrid_ssm", "is_dsa"), False)
-    refuse_other_pools(SimpleNamespace(**plain))
+    refuse_other_pools(built_with())
     with pytest.raises(ConfigError, match=r"outside the KV pool.*--hc-disable"):
-        refuse_other_pools(SimpleNamespace(**plain | {kind: True}))
+        refuse_other_pools(built_with(**{kind: True}))
+
+
+def test_an_index_is_served_but_not_for_proposed_tokens() -> None:
+    refuse_other_pools(built_with(is_dsa=True))
+    refuse_other_pools(built_with("NGRAM"))
+    with pytest.raises(ConfigError, match=r"--speculative-algorithm.*--hc-disable"):
+        refuse_other_pools(built_with("NGRAM", is_dsa=True))
 
 
 def test_the_page_says_what_the_package_needs() -> None:

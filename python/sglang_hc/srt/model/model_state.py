@@ -143,8 +143,8 @@ def refuse_model(model: torch.nn.Module, group: StartGroup) -> None:
 
 
 def refuse_other_pools(ctx: Any) -> None:
-    """Raise ConfigError for a model that keeps state outside the KV pool. ctx: what SGLang builds
-    its tree from."""
+    """Raise ConfigError for a model that keeps state outside the KV pool, or has state in it of
+    which proposed tokens were not tested. ctx: what SGLang builds its tree from."""
     for wrong, what in (
         (ctx.is_hybrid_swa, "models whose sliding-window layers have a pool of their own"),
         (ctx.is_hybrid_ssm, "models with recurrent (Mamba) layers"),
@@ -154,6 +154,11 @@ def refuse_other_pools(ctx: Any) -> None:
                 f"sglang-hc does not support {what} yet: part of their state is outside the KV "
                 "pool. Add --hc-disable to serve without the tiers"
             )
+    if ctx.is_dsa and not ctx.tp_worker.model_runner.spec_algorithm.is_none():
+        raise ConfigError(
+            "sglang-hc does not support --speculative-algorithm with a sparse-attention index: it "
+            "was not tested. Leave the flag out, or add --hc-disable to serve without the tiers"
+        )
 
 
 def _not_proven(runner: Any, config: HcConfig, proof: HiddenProof) -> str | None:
