@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from support import leaks
 from support.core import Core, run_in_child
 from support.profiles import cost_model, write
 from support.prompts import SMALL
@@ -149,6 +150,7 @@ def broken(profile: str) -> list[tuple[list[list[int]], int, int]]:
     """(tokens, errors, early restorations) of an error at each of the first writes."""
     from sglang_hc.srt.engine.guard import counters
 
+    leaks.errors_are_planted = True
     server, found = Server("hidden:2,kv:2", 640, profile), []
     for name in ("write_hidden", "write_kv"):
         for when in range(3):

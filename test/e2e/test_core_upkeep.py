@@ -188,3 +188,28 @@ def test_a_tier_of_few_blocks_evicts_and_changes_no_token(models: None, form: st
     assert tokens == roomy and stats["host_slots"] == 7
     assert stats["evicted_blocks"] > 7 and large["evicted_blocks"] == 0
     assert stats["host_staged_slots"] == 0
+
+
+def other_stores() -> tuple[list[bool], list[str], bool]:
+    """What is answered to who wants to take SGLang's store away, or to add one."""
+    from sglang.srt.managers.io_struct import (
+        AttachHiCacheStorageReqInput,
+        DetachHiCacheStorageReqInput,
+    )
+
+    core = Core("--hc-forms", "kv", *SMALL)
+    asked = (
+        core.scheduler.detach_hicache_storage_wrapped,
+        core.scheduler.attach_hicache_storage_wrapped,
+    )
+    with_store = AttachHiCacheStorageReqInput(hicache_storage_backend="file")
+    answers = [asked[0](DetachHiCacheStorageReqInput()), asked[1](with_store)]
+    told = core.scheduler.enable_hicache_storage
+    return [one.success for one in answers], [one.message for one in answers], told
+
+
+def test_stores_are_neither_added_nor_taken_away(models: None) -> None:
+    """SGLang would tell the tree of no waiting request any more."""
+    good, said, told = run_in_child(other_stores)
+    assert good == [False, False] and told
+    assert "until the server is started again" in said[0]

@@ -21,6 +21,10 @@ CHECKS = {
 """SGLang's, by the environment."""
 
 
+errors_are_planted = False
+"""Set in a process whose test plants errors in our own code."""
+
+
 def nothing_runs(core: Any) -> None:
     """No request has a lock, device slots, a restoration or a place in a queue any more. core: a
     `Core` that is idle."""
@@ -33,6 +37,7 @@ def nothing_runs(core: Any) -> None:
     assert not tree.restorer.num_queued and not tree.restorer.under_way, "a restoration is left"
     # Where an error of ours hides the queue, it is looked at in the first pass that sees it again.
     broken = tiers.own_errors["guarded_errors"] > 0
+    assert errors_are_planted or not broken, "an error of ours was guarded, and nobody planted it"
     waits = len(tiers.queue.requests) > 0 or tiers.meetings.under_way
     assert broken or not waits, "somebody waits"
     assert not tiers.capture.staged_slots(), "host slots are left of a request that is over"

@@ -11,6 +11,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_hc.srt.engine import guard
 from sglang_hc.srt.tree.capturing_tree import CapturingTree
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
+from support import leaks
 
 
 class Planted(Exception):
@@ -38,6 +39,7 @@ class Faults:
 
     def plant(self) -> None:
         """In this process, which has no tree yet."""
+        leaks.errors_are_planted = True
         for name, method in guarded_methods().items():
             self._plant(method, "own", name)
         for entries in HookRegistry._hooks.values():

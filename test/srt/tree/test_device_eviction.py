@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from benchmark.hooks.parts import cache_over, stock_cache
 from sglang_hc.forms import LayerPlan
 from sglang_hc.queue.lookahead import LookAhead
+from sglang_hc.srt.engine import guard
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.tree.identity import pack_tokens
@@ -175,3 +176,19 @@ def test_with_a_draft_model_a_pair_counts_as_its_first_token() -> None:
     cache.evict(EvictParams(num_tokens=100))
     assert held(cache, [*system, *turn(1)]) == len([*system, *turn(1)]) - 1
     assert held(cache, other) == 0
+
+
+def test_an_error_of_ours_leaves_sglangs_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several ranks, which must decide alike, it passes through."""
+    cache, window = ours()
+    for number in range(3):
+        insert(cache, turn(number))
+    window.update(["r"], 9, lambda _: needs(turn(0)))
+    monkeypatch.setattr(DeviceOrder, "_blocks", lambda *_: {}["planted"])
+    before = guard.counters["guarded_errors"]
+    cache.evict(EvictParams(num_tokens=130))
+    assert guard.counters["guarded_errors"] > before
+    assert [number for number in range(3) if held(cache, turn(number))] == [1, 2]
+    cache.decides_alone = False
+    with pytest.raises(KeyError, match="planted"):
+        cache.evict(EvictParams(num_tokens=130))

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, Ma
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from benchmark.hooks.parts import CPU, cache_params, scheduler_with, tiers_of
+from sglang_hc.policy.restore_plan import Reason
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.restore.prerestored import PrerestoredBlocks
 from sglang_hc.srt.engine.streams import ComputeStream
@@ -136,6 +137,28 @@ class World:
 def stretch(word: list[int], length: int) -> list[int]:
     """Prompts that agree up to their first different letter, of 40 tokens each."""
     return [letter * 7 + place % 5 for letter in word for place in range(40)][:length]
+
+
+def test_a_restored_piece_has_the_priority_of_its_request() -> None:
+    """With `--radix-eviction-policy priority` it would stay longer than its client wanted."""
+    world = World(1, drafts=False)
+    tokens = stretch([0, 1], 80)
+    key, slots = world.key(tokens[:40], None), world.slots.alloc(80)
+    assert slots is not None
+    world.tree.insert(InsertParams(key=key, value=slots[:40], priority=-5))
+    end = world.tree.match_prefix(MatchPrefixParams(key=key)).last_device_node
+    node = world.tree.extend(end, slots[:40], world.key(tokens, None), slots[40:], -5)
+    assert node is not None
+    assert [world.tree.node(one).priority for one in (end, node)] == [-5, -5]
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_nothing_is_restored_for_whom_it_is_refused(reason: Reason) -> None:
+    tree = World(1, drafts=False).tree
+    req = SimpleNamespace(cache_request_handle=object(), host_hit_length=64, last_node=0)
+    for _ in range(2):
+        slots, node = tree.refuse(req, reason)
+        assert slots.tolist() == [] and node == 0 and req.host_hit_length == 0
 
 
 words = st.lists(st.integers(0, 1), min_size=1, max_size=5)

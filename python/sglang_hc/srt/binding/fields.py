@@ -192,6 +192,11 @@ def tokens_in_tree(req: Any) -> int:
     return req.kv.cache_protected_len
 
 
+def priority_of(req: Any) -> int:
+    """What its client gave it, with which it keeps its nodes of the device tree; 0 without."""
+    return req.priority or 0
+
+
 def prefix_node(req: Any) -> Any:
     """The node of the device tree at the end of these; the request holds a lock on it."""
     return req.last_node

@@ -80,6 +80,8 @@ UNGUARDED: dict[str, str] = {
     "evictable_size": "it adds three numbers",
     "full_evictable_size": "it adds three numbers",
     "is_backuped": "it is a constant",
+    "attach_storage_backend": "it is a constant",
+    "detach_storage_backend": "it is a constant",
 }
 """Other methods of the tree that SGLang calls, and why an error there may end the process."""
 
@@ -165,6 +167,15 @@ def method(
         return call
 
     return decorate
+
+
+def asked(name: str, tree: Any, question: Callable[[], Any]) -> Any:
+    """What a part of ours answers that SGLang's own code asks; None after an error of ours."""
+    try:
+        return question()
+    except Exception as error:
+        _note(name, tree, error)
+        return None
 
 
 def _around(name: str, hook: Callable[..., Any], drop: Callable[..., object]) -> Callable[..., Any]:

@@ -111,10 +111,10 @@ class DeviceTree(SglangTree):
         return None if slots is None else slots.to(torch.int64)
 
     def extend(
-        self, end: int, before: torch.Tensor, key: RadixKey, slots: torch.Tensor
+        self, end: int, before: torch.Tensor, key: RadixKey, slots: torch.Tensor, priority: int = 0
     ) -> int | None:
         """A new node that has `slots` for what `key` has behind the node `end`, whose path has the
-        slots `before`. (n,) int64 each, together the key's length.
+        slots `before`. (n,) int64 each, together the key's length. priority: of whose it is.
 
         None when the tree has changed since: the path goes on behind `end` by now, or has left.
         """
@@ -123,7 +123,8 @@ class DeviceTree(SglangTree):
             return None
         value = torch.cat([before, slots])
         # Neither the slots of the path nor its uses are counted again.
-        params = InsertParams(key=key, value=value, prev_prefix_len=start, inserted_len=start)
+        params = InsertParams(key, value, prev_prefix_len=start, inserted_len=start)
+        params.priority = priority
         return int(self.insert(params).last_device_node)
 
     def remove(self, number: int) -> None:

@@ -49,6 +49,9 @@ REFUSED = "hc_refused"
 is retracted."""
 
 
+OTHER_STORES = "the tiers are those of --hc-disk and --hc-remote until the server is started again"
+
+
 class _Restoring(NamedTuple):
     """A restoration that is not over; its node is locked. SGLang's checks ask for `node_id`."""
 
@@ -189,8 +192,11 @@ class HcRadixCache(CapturingTree):
         """As `load_back`, into these slots. Tokens [begin, end) of `missing` are restored; of the
         others the slots hold K and V already."""
         before, restorer = fields.prefix_slots(self, req), self.restorer
+        stop = len(before) + len(slots) + self._lag
+        key = RadixKey(fields.prompt_of(req)[:stop], fields.namespace_of(req))
+        end, priority = fields.prefix_node(req), fields.priority_of(req)
         try:
-            node = self._extend(req, before, slots)
+            node = self.extend(end, before, key, slots, priority)
         except Exception:
             self.token_to_kv_pool_allocator.free(slots)
             raise
@@ -241,13 +247,6 @@ class HcRadixCache(CapturingTree):
         if one is not None:  # the tree was not reset since
             self.unlock(one.lock)
 
-    def _extend(self, req: Any, before: torch.Tensor, slots: torch.Tensor) -> int | None:
-        """A new node with `slots` behind the prefix of a request, which has the slots `before`;
-        see `extend`."""
-        stop = len(before) + len(slots) + self._lag
-        key = RadixKey(fields.prompt_of(req)[:stop], fields.namespace_of(req))
-        return self.extend(fields.prefix_node(req), before, key, slots)
-
     def refuse(self, req: Any, reason: Reason) -> tuple[torch.Tensor, Any]:
         """Nothing is restored for this request; it recomputes. SGLang may admit it some passes
         later, and asks in each."""
@@ -255,11 +254,8 @@ class HcRadixCache(CapturingTree):
         if getattr(req, REFUSED, None) is not handle:
             setattr(req, REFUSED, handle)
             self.restorer.planner.refuse(reason)
-        return self._without_host_hit(req)
-
-    def _without_host_hit(self, req: Any) -> tuple[torch.Tensor, Any]:
         fields.set_host_hit(req, 0)
-        return self._empty_device_indices, fields.prefix_node(req)
+        return torch.empty(0, dtype=torch.int64, device=self.device), fields.prefix_node(req)
 
     # -- evict -----------------------------------------------------------------------------------
 
@@ -359,6 +355,12 @@ class HcRadixCache(CapturingTree):
     def clear_storage_backend(self, ended: Callable[[bool], object] = bool) -> bool:
         """See `Forgetter.clear`."""
         return self.forgetter.clear(ended)
+
+    def attach_storage_backend(self, *_: Any, **__: Any) -> tuple[bool, str]:
+        """Nor is one taken away: SGLang would tell of no waiting request any more."""
+        return False, OTHER_STORES
+
+    detach_storage_backend = attach_storage_backend
 
     def release_host_resources(self) -> None:
         """Orderly shutdown."""
