@@ -175,6 +175,7 @@ def orphaned() -> tuple[int, float]:
         retracted_stain=False,
         lora_id=None,
         session=None,
+        priority=None,
     )
     key = RadixKey(req.full_untruncated_fill_ids, None)
     tree.match_prefix(MatchPrefixParams(key=key, req=req))  # as SGLang does before it admits

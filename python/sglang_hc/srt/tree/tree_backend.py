@@ -193,9 +193,9 @@ class HcRadixCache(CapturingTree):
         others the slots hold K and V already."""
         before, restorer = fields.prefix_slots(self, req), self.restorer
         stop = len(before) + len(slots) + self._lag
-        key = RadixKey(fields.prompt_of(req)[:stop], fields.namespace_of(req))
-        end, priority = fields.prefix_node(req), fields.priority_of(req)
         try:
+            key = RadixKey(fields.prompt_of(req)[:stop], fields.namespace_of(req))
+            end, priority = fields.prefix_node(req), fields.priority_of(req)
             node = self.extend(end, before, key, slots, priority)
         except Exception:
             self.token_to_kv_pool_allocator.free(slots)
