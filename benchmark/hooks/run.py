@@ -52,6 +52,7 @@ from sglang_hc.tree.identity import TOKEN_BYTES, Prefix, pack_tokens
 TOKENS = 10_000
 TURN = 200
 LEAVES = 1000
+AGAIN = "a waiting request matched again"
 
 
 def measure_idle(passes: int) -> dict[str, Any]:
@@ -95,11 +96,15 @@ def grow(cache: UnifiedRadixCache, tokens: array[int], start: int, stop: int) ->
         cache.insert(InsertParams(key=RadixKey(tokens[:end]), value=torch.arange(end)))
 
 
+def request() -> Any:
+    return SimpleNamespace(rid="r0", session=None)
+
+
 def timed_match(
-    cache: UnifiedRadixCache, tokens: array[int], on_device: int, on_host: int
+    cache: UnifiedRadixCache, tokens: array[int], on_device: int, on_host: int, req: Any
 ) -> float:
     """Microseconds of one match; checks what it found. `on_host` counts for our arm only."""
-    params = MatchPrefixParams(key=RadixKey(tokens), req=SimpleNamespace(rid="r0", session=None))
+    params = MatchPrefixParams(key=RadixKey(tokens), req=req)
     start = time.perf_counter_ns()
     result = cache.match_prefix(params)
     taken = (time.perf_counter_ns() - start) / 1000
@@ -117,7 +122,7 @@ def measure_match(rounds: int) -> list[dict[str, Any]]:
     history = TOKENS - TURN
     cases = [compared("each turn of a chat, 8,000 to 12,000 tokens", chat_turns(rounds))]
     for name, on_device, on_host in (
-        ("a waiting request matched again", history, history),
+        (AGAIN, history, history),
         ("the whole prompt is on the device", TOKENS, TOKENS),
         ("on the device, nothing in the host tier", history, 0),
         ("in the host tier only", 0, history),
@@ -126,9 +131,15 @@ def measure_match(rounds: int) -> list[dict[str, Any]]:
         for cache in arms:
             grow(cache, tokens, TURN, on_device)
         times: list[tuple[float, float]] = []
+        same = name == AGAIN
+        waits = {id(cache): request() for cache in arms}
         for number in range(rounds):
             order = arms if number % 2 else arms[::-1]
-            pair = [timed_match(cache, tokens, on_device, on_host) for cache in order]
+            reqs = [waits[id(cache)] if same else request() for cache in order]
+            pair = [
+                timed_match(cache, tokens, on_device, on_host, req)
+                for cache, req in zip(order, reqs, strict=True)
+            ]
             times.append((pair[0], pair[1]) if number % 2 else (pair[1], pair[0]))
         cases.append(compared(name, times))
     return cases
@@ -145,9 +156,9 @@ def chat_turns(rounds: int) -> list[tuple[float, float]]:
         for cache in arms:
             grow(cache, tokens, TURN, 8_000)
         for known in range(8_000, 12_000, TURN):
-            request = tokens[: known + TURN]
+            asked = tokens[: known + TURN]
             order = arms if len(times) % 2 else arms[::-1]
-            taken = {cache: timed_match(cache, request, known, known) for cache in order}
+            taken = {cache: timed_match(cache, asked, known, known, request()) for cache in order}
             times.append((taken[stock], taken[ours]))
             for cache in arms:
                 grow(cache, tokens, known + TURN, known + TURN)
