@@ -1,8 +1,16 @@
+import math
+
 import pytest
 
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import StateShape
-from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
+from sglang_hc.tools.datasheet import (
+    Rates,
+    Stored,
+    datasheet_costs,
+    load_hardware,
+    streamed_model,
+)
 from sglang_hc.tools.model_shape import ModelShape
 from support.papers import DEEPSEEK_V3, DEEPSEEK_V32, LLAMA2_7B, LLAMA31_8B
 
@@ -136,6 +144,11 @@ def test_sparse_attention_costs_its_index_and_the_tokens_that_it_chooses():
     assert costs[1].seconds(*short) >= costs[0].seconds(*short)
     counted = 2 * sparse.layer_params + sparse.attention_flops_per_token
     assert costs[1].per_token == counted / h200.flops
+    rates = Rates(h200.flops, h200.memory_bandwidth, 50e9, None)
+    sized = ModelShape.from_config(DEEPSEEK_V32 | {"vocab_size": 129_280})
+    streamed = streamed_model(rates, sized, 1e12, 141e9, Stored(kv=1.0))
+    assert streamed.kv == 576 + 132 and streamed.kv_gen == math.inf
+    assert streamed.per_new == counted / h200.flops
 
 
 @pytest.mark.parametrize(

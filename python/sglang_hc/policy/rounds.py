@@ -44,7 +44,8 @@ class Surplus(NamedTuple):
 def surplus(model: StreamedModel, load: Load, split: Split) -> Surplus:
     """Surplus of the rows of a pass. Each row has its share of the weights that cross in a layer
     and of the step, and a hidden state crosses as often as they do on average; so the rows of a
-    pass whose times are equal have none together."""
+    pass whose times are equal have none together, but for what rounds add. `model.kv_gen` must be
+    finite."""
     weights = (model.layers - split.resident) / model.layers * model.load_w
     shared = (weights - model.step(load)) / load.tokens
     crossing = model.load_act * split.host_act / split.act if split.act else model.load_act
@@ -63,8 +64,8 @@ def pack(requests: Sequence[Rows], place: Rows, by: Surplus) -> list[list[int]]:
     place: rows of each kind that a place holds (the paper's bin), which no round exceeds. Where all
     fit there is one round. Otherwise each round takes, as long as anything fits, the request that
     leaves it best balanced. The paper closes a round as soon as nothing makes it better; then equal
-    requests, as its own 4.3.2 makes them, would get a round each. When requests in their order are
-    no worse balanced, their order is kept.
+    requests, as its own 4.3.2 makes them, would get a round each. Requests in their order are
+    packed too, and what is better balanced is taken, then what has fewer rounds.
 
     Raises ValueError for a request that is larger than a place.
     """

@@ -173,7 +173,8 @@ def streamed_model(
     if not shape.embedding_params:
         raise ConfigError("field vocab_size is missing; the size of the embedding follows from it")
     weights = shape.stored_params * stored.weight
-    kv, act = sum(shape.kv_parts) * stored.kv, shape.hidden_size * 2.0
+    kv = sum(shape.kv_parts) * stored.kv + sum(shape.index_parts)
+    act = shape.hidden_size * 2.0
     project = 2 * shape.kv_projection_params / rates.flops
     return StreamedModel(
         layers=shape.num_layers,
@@ -183,10 +184,10 @@ def streamed_model(
         load_w=weights / rates.link,
         load_kv=kv / rates.link,
         load_act=act / rates.link,
-        kv_gen=math.inf if shape.attention == "MLA" else project,
+        kv_gen=math.inf if shape.is_latent else project,
         read_w=weights / rates.memory,
         read_kv=kv / rates.memory,
-        per_new=2 * shape.layer_params / rates.flops,
+        per_new=(2 * shape.layer_params + shape.attention_flops_per_token) / rates.flops,
         per_pair=shape.attention_flops_per_pair / rates.flops,
         per_round=ROUND_SECONDS + shape.kv_projection_params * stored.weight / rates.memory,
         active=shape.layer_params / shape.stored_params,

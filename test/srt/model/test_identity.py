@@ -122,6 +122,14 @@ def test_what_chooses_the_tokens_of_sparse_attention_counts(
     assert identity(runner()) == plain == identity(runner(**flags[0]))
 
 
+def test_a_softmax_with_parts_left_out_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [identity(runner())]
+    for phase in ("PREFILL", "DECODE"):
+        monkeypatch.setenv(f"SGLANG_SKIP_SOFTMAX_{phase}_THRESHOLD_SCALE_FACTOR", "0.5")
+        found.append(identity(runner()))
+    assert len(set(map(tuple, found))) == len(found)
+
+
 def test_state_of_another_sglang_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     own = identity(runner())
     monkeypatch.setattr(sglang, "__version__", "0.5.17")

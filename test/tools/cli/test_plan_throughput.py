@@ -1,6 +1,7 @@
 """`sglang-hc plan --throughput`."""
 
 import json
+import re
 
 import pytest
 
@@ -61,7 +62,10 @@ def test_text_has_every_way_and_says_that_it_is_modelled(plan):
     for name in ("SGLang's own", "weights ahead", "KV", "ACT", "hybrid", "CPU computes the rest"):
         assert f"\n{name} " in text
     assert "fastest without the CPU: hybrid\n" in text
-    assert "requests a CPU that computes the rest (75 GB/s, 1.5 TFLOP/s: assumed) is faster" in text
+    cpu = "a CPU that computes the rest (75 GB/s, 1.5 TFLOP/s: assumed)"
+    assert f"\n{cpu} generates more\n" in text
+    few = plan(*MACHINE, "--link-gbps", "50")[1]
+    assert re.search(rf"\nbelow \d+ requests {re.escape(cpu)} is faster\n", few)
     assert text.endswith("modelled: nothing here was measured\n")
     assert max(map(len, text.splitlines())) <= 100
 

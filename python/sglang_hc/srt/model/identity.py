@@ -38,12 +38,22 @@ def model_identity(runner: Any, group: StartGroup) -> list[str]:
         group.digest(weights_digest(runner.model, weights_of(runner).ready_to_read)),
         *([f"{group.size} ranks"] if group.size > 1 else []),
         *(_of_sparse_attention(args) if is_deepseek_dsa(runner.model_config.hf_config) else []),
+        *_left_out(),
     ]
 
 
+def _left_out() -> list[str]:
+    """Parts of a softmax that SGLang leaves out by its environment: later layers see it."""
+    found = (
+        (phase, getattr(envs, f"SGLANG_SKIP_SOFTMAX_{phase}_THRESHOLD_SCALE_FACTOR").get())
+        for phase in ("PREFILL", "DECODE")
+    )
+    return [f"{phase} leaves out below {scale}" for phase, scale in found if scale is not None]
+
+
 def _of_sparse_attention(args: Any) -> list[str]:
-    """What decides to which tokens a token attends, beside the model. Whether keys of the index are
-    turned before they are rounded shows in the names of the weights."""
+    """What decides to which tokens a token attends, beside the model and ties. Whether keys of the
+    index are turned before they are rounded shows in the names of the weights."""
     dense = envs.SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD.get()
     return [*arguments.sparse_backends(args), f"dense up to {dense} tokens"]
 

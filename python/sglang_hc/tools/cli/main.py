@@ -66,7 +66,8 @@ def number(option: str, text: str, low: float = 0.0, high: float = 1e9) -> float
 
 def count(option: str, text: str, low: int = 1, high: int = 10_000_000) -> int:
     """A whole number within bounds. Raises UsageError that names the option."""
-    if not text.isascii() or not text.isdigit() or not low <= int(text) <= high:
+    short = text.isascii() and text.isdigit() and len(text) <= 20
+    if not short or not low <= int(text) <= high:
         raise UsageError(f"{option} {text!r}: give a whole number from {low} to {high}")
     return int(text)
 

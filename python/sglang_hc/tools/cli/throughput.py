@@ -247,10 +247,10 @@ def _conclusion(report: dict[str, Any]) -> list[str]:
     lines = [f"fastest without the CPU: {NAMES[fastest]}"]
     if not found["link_seconds"]:
         lines[0] += "; nothing crosses, because the weights and the state of this batch fit"
-    below = report["cpu_faster_below"]
-    if below > 1:
-        lines.append(
-            f"below {below} requests a CPU that computes the rest ({CPU_GBPS:g} GB/s, "
-            f"{CPU_TFLOPS:g} TFLOP/s: assumed) is faster"
-        )
+    below, cpu = report["cpu_faster_below"], report["cpu"]
+    computes = f"a CPU that computes the rest ({CPU_GBPS:g} GB/s, {CPU_TFLOPS:g} TFLOP/s: assumed)"
+    if cpu and cpu["tokens_per_second"] >= found["tokens_per_second"]:
+        lines.append(f"{computes} generates more")
+    elif below > 1:
+        lines.append(f"below {below} requests {computes} is faster")
     return [*lines, "modelled: nothing here was measured"]
