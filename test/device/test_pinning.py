@@ -95,3 +95,14 @@ def test_pages_that_cannot_be_had_are_an_error() -> None:
     """Nothing is mapped so low in memory."""
     with pytest.raises(OSError, match=f"taking {PAGE} bytes of memory"):
         take_pages(PAGE, PAGE)
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_torch_gives_its_locked_memory_back_where_it_may_have_some(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool
+) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: calls.append(True), raising=False)
+    pinning.give_back_pinned()
+    assert calls == [True] * has_gpu

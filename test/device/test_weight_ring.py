@@ -113,13 +113,17 @@ def test_layers_may_come_in_any_order(
 ) -> None:
     machine = Machine(counts, seed)
     running: int | None = None
+    valid: set[int | None] = set()
     for enters, number in calls:
         layer = number % len(counts)
         if enters:
             machine.ring.enter(layer)
             running = layer
+            valid = {layer}
         else:
             machine.ring.ready(layer)
+            valid = {running, layer}
+        assert [n for n in range(len(counts)) if machine.ring.is_valid(n)] == sorted(valid - {None})
         machine.compute(layer)
         if running is not None:
             machine.compute(running)
@@ -196,6 +200,22 @@ def test_a_layer_that_stays_is_not_copied_again() -> None:
         machine.ring.enter(layer)
         machine.ring.ready(1 - layer)
     assert machine.copies.calls == calls
+
+
+def test_memory_that_torch_locked_is_given_back_as_layers_leave_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers = [matrices(layer, 2) for layer in range(3)]
+    before = [layer[0].data_ptr() for layer in layers]
+    left: list[int] = []
+
+    def note() -> None:
+        moved = (p[0].data_ptr() != at for p, at in zip(layers, before, strict=True))
+        left.append(sum(moved))
+
+    monkeypatch.setattr(weight_ring, "give_back_pinned", note)
+    WeightRing([Parked(layer) for layer in layers], CPU, HostCopyStream())
+    assert left == [1, 2, 3]
 
 
 def test_what_the_layers_took_is_given_back() -> None:

@@ -158,6 +158,7 @@ def sizes(profile: str, *flags: str) -> tuple[int, float, float]:
     """Tokens of a pass, and what a layer takes for so many and its weights take to come."""
     core = Core("--hc-offload-gb", ALL, *SMALL, *flags, profile=profile)
     chunk, cost = core.scheduler.chunked_prefill_size, core.model_state.cost
+    assert cost.pass_tokens == chunk
     return chunk, cost.prefill.seconds(chunk, 0), cost.weights
 
 

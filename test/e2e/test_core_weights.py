@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from support.core import Core, run_in_child
 from support.prompts import SMALL, prompt
@@ -97,9 +98,13 @@ def test_a_busy_pipeline_opens_no_session(models: None) -> None:
         assert idle == (False, True, "Success")
 
 
+SENT = ("init_weights_send_group_for_remote_instance", "send_weights_to_remote_instance")
+"""How another server gets the weights of this one."""
+
+
 def in_host_memory() -> tuple[list[bool], object, str]:
     """What is answered where weights lie in host memory: whether updates and checks succeed, a
-    parameter, what is said to who wants to save them. And the reply behind it."""
+    parameter, what is said to who wants to save or send them. And the reply behind it."""
     from sglang_hc.srt.scheduling.weights import OTHERS, UPDATES
 
     core = Core("--hc-offload-gb", "1", *SMALL)
@@ -116,6 +121,10 @@ def in_host_memory() -> tuple[list[bool], object, str]:
             getattr(updater, name)(asked)
         except ValueError as error:
             said.add(str(error))
+    for name in SENT:
+        answer = getattr(core.scheduler, name)(mock.MagicMock())
+        assert not answer.success
+        said.add(answer.message)
     core.push_out()
     assert core.ask(prompt(2, 200), 8).tokens == before
     (sentence,) = said | {answer.message for answer in answers.values()}

@@ -18,6 +18,7 @@ times = st.builds(
     pieces=st.integers(1, 5),
     overlap=st.booleans(),
     ahead=st.one_of(st.just(math.inf), st.floats(0, 20)),
+    weights=st.one_of(st.just(0.0), st.floats(0, 10)),
 )
 plans = st.builds(LayerPlan, st.integers(0, 6), st.integers(0, 6), st.integers(0, 6))
 
@@ -26,7 +27,7 @@ def simulate(t: LayerTimes, plan: LayerPlan) -> float:
     """End of the last task, by running the copy and the compute resource task by task."""
     if not t.overlap:
         return simulate_one_thread(t, plan)
-    copy_free = t.start
+    copy_free = t.start + plan.recompute * t.weights
     if plan.recompute:
         copy_free = max(copy_free, plan.recompute * (t.recompute + t.new) - t.ahead)
     compute_free = plan.recompute * t.recompute

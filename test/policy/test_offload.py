@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ from sglang_hc.policy.offload import (
     holding,
     spread,
 )
+from sglang_hc.policy.restore_plan import Choice, plan_restore
 from sglang_hc.profile_file import decode, encode
 from support.profiles import cost_model
 
@@ -85,6 +87,34 @@ def test_a_layer_takes_at_least_as_long_as_its_weights() -> None:
     alone = replace(model, overlap=False)
     assert alone.prefill_layer(10, 0) == 1e-3 + 1e-4
     assert decode(encode(model), "x") == model
+
+
+def test_each_pass_waits_for_the_weights() -> None:
+    model = replace(LINK, weights=1e-2, pass_tokens=100)
+    found = [model.prefill_layer(new, 0) for new in (0, 1, 100, 101, 250)]
+    assert found == [0.0, 1e-2, 1e-2, 2e-2, 3e-2]
+    one_thread = replace(model, overlap=False)
+    assert one_thread.prefill_layer(250, 0) == pytest.approx(250 * 1e-5 + 3e-2)
+    assert decode(encode(model), "x") == model
+
+
+def test_a_history_of_several_passes_is_loaded() -> None:
+    """It was refused: computing it seemed to need its weights once."""
+    link = cost_model(host=1.3e-6, project=1e-6, prefill=1.3e-6)
+    model, plan = replace(link, weights=92e-3), LayerPlan(0, 0, 46)
+    one_pass = plan_restore(model, plan, 48_000, context=0, new=64)
+    assert one_pass.choice is Choice.REFUSE
+    chunked = replace(model, pass_tokens=16_384)
+    found = plan_restore(chunked, plan, 48_000, context=0, new=64)
+    assert found.choice is Choice.LOAD and found.recompute_layers == 0
+    assert found.seconds < 46 * 3 * 92e-3
+
+
+def test_recomputed_layers_have_their_weights_copied_before_others_are_loaded() -> None:
+    model, plan = replace(LINK, weights=1e-2, pass_tokens=1000), LayerPlan(2, 0, 2)
+    seconds = makespan(model.layer_times(SourceTier.HOST, 2000, new=10), plan)
+    link = 2 * (2 + 1) * 1e-2 + 2 * (2e-3 + 1e-2)
+    assert seconds == pytest.approx(link + 1e-2)
 
 
 def test_weights_and_state_share_the_link() -> None:

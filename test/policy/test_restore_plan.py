@@ -96,7 +96,8 @@ def test_never_slower_than_a_single_way_on_any_machine(cost, stored, tokens, loa
 
 @given(st.builds(LayerTimes, *[st.floats(0, 1) for _ in range(5)], start=st.floats(0, 50),
                  pieces=st.integers(1, 4), overlap=st.booleans(),
-                 ahead=st.one_of(st.just(math.inf), st.floats(0, 5))), stored_plans)  # fmt: skip
+                 ahead=st.one_of(st.just(math.inf), st.floats(0, 5)),
+                 weights=st.one_of(st.just(0.0), st.floats(0, 1))), stored_plans)  # fmt: skip
 def test_search_over_layers_is_exact(times, stored):
     if stored.recompute == stored.num_layers:
         stored = LayerPlan(stored.recompute, 0, 1)

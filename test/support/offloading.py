@@ -50,6 +50,7 @@ class RefillsTooEarly(WeightRing):
     def enter(self, layer: int) -> None:
         self._make_ready(layer, self._last)
         self._last = self._held.index(layer)
+        self._entered, self._asked = layer, None
         following = (layer + 1) % len(self._layers)
         if following not in self._held:
             self._fill(self._last, following)

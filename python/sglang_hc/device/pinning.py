@@ -45,6 +45,13 @@ def take_pages(address: int, size: int) -> None:
         raise OSError(number, f"taking {size} bytes of memory: {os.strerror(number)}")
 
 
+def give_back_pinned() -> None:
+    """Give freed memory that torch locked back to the system: it keeps such memory for ever, in
+    blocks of powers of two."""
+    if torch.cuda.is_available():
+        torch._C._host_emptyCache()
+
+
 class PinnedMemory:
     """What this process has registered with CUDA: one object for all copy streams of a device.
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from sglang_hc.device.copy_stream import CopyStream
+from sglang_hc.device.pinning import give_back_pinned
 from sglang_hc.store.host_memory import mapped
 from sglang_hc.store.scatter_queue import Event
 
@@ -76,13 +77,15 @@ class WeightRing:
         spoil: bool = False,
     ) -> None:
         """Parks the layers, and gives back what they took before. spoil: a place is filled with NaN
-        before it is refilled. Raises ConfigError when the host memory cannot be locked."""
+        before it is refilled. Raises ConfigError when the host memory cannot be locked, and OSError
+        when there is not so much."""
         self._copy_stream = copy_stream
         self._spoil = spoil
         memory = mapped(sum(layer.bytes for layer in layers))
         self._arenas = _cut(torch.frombuffer(memory, dtype=torch.uint8), layers)
         for layer, arena in zip(layers, self._arenas, strict=True):
             layer.park(arena)
+            give_back_pinned()
         copy_stream.pin(memory)
         size = max(arena.numel() for arena in self._arenas)
         places = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(PLACES)]
@@ -93,6 +96,9 @@ class WeightRing:
         self._arrived: list[Event] = [copy_stream.record()] * PLACES
         self._last = 0
         """Place of the layer that was entered last."""
+        self._entered: int | None = None
+        self._asked: int | None = None
+        """The layer that was entered last, and the one that `ready` was called for behind it."""
         for number in range(len(layers)):
             self._bind(number, 0)  # to the device: shapes and types can be asked of every layer
 
@@ -110,6 +116,7 @@ class WeightRing:
         own. The next one's weights begin to come when the device is done with their place."""
         self._make_ready(layer, self._last)
         self._last = self._held.index(layer)
+        self._entered, self._asked = layer, None
         following = (layer + 1) % len(self._layers)
         if following not in self._held:
             self._fill(1 - self._last, following)
@@ -120,6 +127,11 @@ class WeightRing:
         Those of the layer that runs stay. Those of the next one may have to come once more.
         """
         self._make_ready(layer, 1 - self._last)
+        self._asked = layer
+
+    def is_valid(self, layer: int) -> bool:
+        """Whether the last calls made the weights of `layer` valid for what is submitted now."""
+        return layer in (self._entered, self._asked)
 
     def _make_ready(self, layer: int, place: int) -> None:
         """place: which one is given up if the layer is in none."""

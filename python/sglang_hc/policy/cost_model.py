@@ -67,8 +67,9 @@ class CostModel:
     learned: by what each resource that was seen has to be multiplied. For a remote store that is
     not in `copies` it is the seconds for a token of a layer.
     weights: seconds that a layer's weights take from host memory, on average over all layers: so
-    long a layer takes at least. They share the link with the copies from host memory. 0 where all
-    weights are on the device. What is seen beside them corrects nothing.
+    long a layer takes at least, in each pass. They share the link with the copies from host memory.
+    0 where all weights are on the device. What is seen beside them corrects nothing.
+    pass_tokens: of a prompt in one pass at most; None for all of it. It counts with `weights` only.
     plan: the layer plan that was chosen by these costs, so that the next start keeps it while it is
     good: blocks under another plan are not found. None before it was chosen.
 
@@ -85,6 +86,7 @@ class CostModel:
     learned: dict[Resource, Annotated[float, Meta(gt=0)]] = field(default_factory=dict)
     plan: LayerPlan | None = None
     weights: NonNegative = 0.0
+    pass_tokens: Annotated[int, Meta(gt=0)] | None = None
 
     def __post_init__(self) -> None:
         self.learned = dict(self.learned)  # `replace` makes a model that learns on its own
@@ -140,7 +142,12 @@ class CostModel:
         computing = whole * other + attention * (self._factor(Resource.ATTENTION) - other)
         if not computing:
             return 0.0
-        return max(computing, self.weights) if self.overlap else computing + self.weights
+        coming = self._weights_of(new)
+        return max(computing, coming) if self.overlap else computing + coming
+
+    def _weights_of(self, new: int) -> float:
+        """Seconds that a layer's weights take to come for all passes over `new` tokens."""
+        return self.weights * math.ceil(new / (self.pass_tokens or max(1, new)))
 
     def knows(self, tier: SourceTier) -> bool:
         """Whether there are costs of a tier: a remote store's are learned from its reads."""
@@ -160,9 +167,11 @@ class CostModel:
         if tier is not host:
             copy_hidden += self.copy_hidden(tier, tokens)
             copy_kv += self.copy_kv(tier, tokens)
+        weights = 0.0
         if self.overlap:  # else one thread does both, and the weights count with the layer
             copy_hidden += self.weights
             copy_kv += self.weights
+            weights = self._weights_of(tokens) + self._weights_of(new)
         return LayerTimes(
             copy_hidden=copy_hidden,
             copy_kv=copy_kv,
@@ -172,6 +181,7 @@ class CostModel:
             start=start,
             overlap=self.overlap,
             ahead=self.ahead * self._factor(Resource.KV_COPY),
+            weights=weights,
         )
 
     # -- what is learned while the server runs ---------------------------------------------------

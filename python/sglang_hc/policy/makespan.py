@@ -11,6 +11,8 @@ The model:
 - Copies wait for compute in one case only: while layers are recomputed nothing takes what arrives,
   so no more than `ahead` seconds of copies can be done then. Otherwise what has arrived is held
   until it is projected; the order of copies (`copy_order.py`) keeps this small.
+- The weights of recomputed layers that are not on the device come by the copy resource, before the
+  copies of loaded layers.
 - Without `overlap` there is one resource: the thread that computes also copies, as on a CPU.
 
 Why `work_and_chain` is exact and not a bound: the compute resource runs a fixed sequence of tasks,
@@ -39,6 +41,7 @@ class LayerTimes(NamedTuple):
     over chunks of 64 tokens.
     overlap: whether copies run beside the compute.
     ahead: seconds of copies that staging holds.
+    weights: that the weights of a recomputed layer keep the copy resource busy, in all passes.
     """
 
     copy_hidden: float
@@ -50,6 +53,7 @@ class LayerTimes(NamedTuple):
     pieces: int = 1
     overlap: bool = True
     ahead: float = math.inf
+    weights: float = 0.0
 
 
 def work_and_chain(times: LayerTimes, recompute: int, hidden: int, kv: int) -> tuple[float, float]:
@@ -57,7 +61,7 @@ def work_and_chain(times: LayerTimes, recompute: int, hidden: int, kv: int) -> t
 
     The restoration ends at the later of the two. The counts are those of a layer plan.
     """
-    copy_hidden, copy_kv, project, recompute_layer, new, start, pieces, overlap, ahead = times
+    copy_hidden, copy_kv, project, recompute_layer, new, start, pieces, overlap, ahead, _ = times
     if not overlap:
         loaded = (hidden + kv) * new + kv * copy_kv
         if hidden:
@@ -65,7 +69,7 @@ def work_and_chain(times: LayerTimes, recompute: int, hidden: int, kv: int) -> t
         chain = start + loaded if hidden or kv else 0.0
         return recompute * (recompute_layer + new) + loaded, chain
     if recompute:
-        start = max(start, recompute * (recompute_layer + new) - ahead)
+        start = max(start + recompute * times.weights, recompute * (recompute_layer + new) - ahead)
     work = recompute * recompute_layer + (recompute + hidden + kv) * new
     chain = 0.0
     if hidden:

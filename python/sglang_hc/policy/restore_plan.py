@@ -150,11 +150,11 @@ def best_prefix(times: LayerTimes, stored: LayerPlan) -> tuple[float, int]:
         return work_and_chain(times, r, max(0, hidden_end - r), min(stored.kv, layers - r))
 
     found = range(stored.recompute, layers)
-    if times.overlap:
+    if times.overlap and not times.weights:
         # While staging holds all copies, each recomputed layer adds work and makes no chain that
-        # begins in a copy longer, so the best r is where both cross, or the one before. Where
-        # recomputing a layer is cheaper than projecting it, work falls as well, up to the last
-        # HIDDEN layer.
+        # begins in a copy longer (its weights' own copy would), so the best r is where both cross,
+        # or the one before. Where recomputing a layer is cheaper than projecting it, work falls as
+        # well, up to the last HIDDEN layer.
         unbounded = times._replace(ahead=math.inf)
         falls = times.recompute < times.project
         first = low = high = min(hidden_end, layers - 1) if falls else stored.recompute

@@ -15,6 +15,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_hc.config import ConfigError, HcConfig
+from sglang_hc.srt.arguments import offload_flags
 from sglang_hc.srt.arguments.server_args import (
     SIZES,
     SPECULATION,
@@ -28,7 +29,15 @@ from sglang_hc.srt.model.model_state import refuse_other_pools
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "models.md").read_text()
 REFUSED = PAGE.partition("The start refuses")[2].partition("## Versions")[0]
-FLAGS = set(re.findall(r"`(--[a-z0-9-]+)", REFUSED))
+OFFLOADING = REFUSED.partition("- **Weights in host memory** ")[2].partition("\n- ")[0]
+
+
+def flags_in(text: str) -> set[str]:
+    return set(re.findall(r"`(--[a-z0-9-]+)", text))
+
+
+FLAGS = flags_in(REFUSED.replace(OFFLOADING, ""))
+"""Of the page; those of OFFLOADING are in a table of their own."""
 MODELS = {"--is-embedding", "--encoder-only"}
 """Refused in the table of models."""
 ELSEWHERE = {
@@ -41,6 +50,16 @@ ELSEWHERE = {
 }  # fmt: skip
 """Refused with a value, with another flag or in another place; e2e/test_start.py, test_graphs.py,
 test_flags_have_effect.py and test_kv_pool.py have these."""
+
+WITH_VALUES = {"--load-format", "--weight-cache-mode", "--quantization"}
+"""Refused beside `--hc-offload-gb` with most or some values."""
+
+OTHERWISE_THERE = {
+    "enable_lora",
+    "lora_paths",
+    "remote_instance_weight_loader_start_seed_via_transfer_engine",
+}
+"""On the page they are adapters and servers that others load from."""
 
 NAMED_OTHERWISE = {"attn_cp_size", "dcp_size", "enable_prefill_cp"}
 """On the page they are context parallelism."""
@@ -71,6 +90,42 @@ def test_the_page_names_what_the_tables_refuse_and_no_more() -> None:
     assert FLAGS - tables == ELSEWHERE
     assert "context parallelism" in REFUSED
     assert refuse_modes(arguments(), HcConfig()) is None, "nothing of it is on by itself"
+
+
+def test_the_page_names_what_does_not_go_with_weights_in_host_memory() -> None:
+    table = {flag(name) for name in offload_flags.SWITCHES.keys() - OTHERWISE_THERE}
+    assert flags_in(OFFLOADING) == table | WITH_VALUES | {"--hc-offload-gb"}
+    text = " ".join(OFFLOADING.split())
+    assert "adapters" in text and "servers that others load from" in text
+    formats, _, quantised = text.partition("other than")[2].partition("`--quantization`")
+    assert re.findall(r"`(\w+)`", formats) == list(offload_flags.LOAD_FORMATS)
+    assert quantised.replace(" and", ",").split(",") == [
+        f" {name}" for name in offload_flags.QUANTISED_ELSEWHERE
+    ]
+
+
+def offload_refusal(**changed: Any) -> str:
+    args = arguments()
+    vars(args).update(changed)
+    with pytest.raises(ConfigError) as refused:
+        offload_flags.refuse_modes(args)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("name", offload_flags.SWITCHES)
+def test_beside_weights_in_host_memory_a_switch_is_refused(name: str) -> None:
+    said = offload_refusal(**{name: True})
+    assert flag(name) in said and offload_flags.SWITCHES[name] in said
+
+
+@pytest.mark.parametrize("quantization", offload_flags.QUANTISED_ELSEWHERE)
+def test_weights_that_are_no_parameters_of_their_layer_do_not_move(quantization: str) -> None:
+    assert f"--quantization {quantization}" in offload_refusal(quantization=quantization)
+
+
+def test_a_loader_that_fills_other_tensors_is_refused() -> None:
+    assert "tested only with auto, pt, " in offload_refusal(load_format="gguf")
+    assert offload_flags.refuse_modes(arguments()) is None
 
 
 @pytest.mark.parametrize("name", SWITCHES)

@@ -30,7 +30,10 @@ SWITCHES = {
 LOAD_FORMATS = ("auto", "pt", "safetensors", "npcache", "dummy", "mistral")
 """Whose loaders fill weights in place, wherever these are."""
 
-QUANTISED_ELSEWHERE = ("bitsandbytes", "gguf", "modelopt", "expert_pack")
+QUANTISED_ELSEWHERE = (
+    *("bitsandbytes", "gguf", "expert_pack"),
+    *("modelopt", "modelopt_fp8", "modelopt_fp4", "modelopt_mixed"),
+)
 """Quantisations whose weights are not all in the parameters of their layer."""
 
 
@@ -39,6 +42,7 @@ def begin(args: Any) -> None:
     has to wait for all of them. Raises ConfigError."""
     refuse_modes(args)
     choose(args, "enable_mixed_chunk", True)
+    logger.info("sglang-hc: --hc-offload-gb: mixed chunks are on: each pass waits for all weights")
 
 
 def refuse_modes(args: Any) -> None:
@@ -49,7 +53,7 @@ def refuse_modes(args: Any) -> None:
     for name, good in (("load_format", LOAD_FORMATS), ("weight_cache_mode", ("off",))):
         value = str(getattr(asked(args, name), "value", asked(args, name)))
         if value not in good:
-            why = f"it was tested with {', '.join(good)}"
+            why = f"weights in host memory were tested only with {', '.join(good)}"
             raise _refusal(f"--{name.replace('_', '-')} {value}", why)
     if asked(args, "quantization") in QUANTISED_ELSEWHERE:
         why = "not all of its weights are parameters of their layer"

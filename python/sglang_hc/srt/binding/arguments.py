@@ -161,6 +161,11 @@ def chunk_was_given(args: Any) -> bool:
     return args.chunked_prefill_size is not None
 
 
+def exchanges_tokens(args: Any) -> bool:
+    """Whether experts get their tokens by an exchange, whose buffers were sized by the chunk."""
+    return _now(args, "moe_a2a_backend") != "none"
+
+
 def grow_chunk(args: Any, tokens: int, static: float) -> None:
     """Let passes have so many tokens of prompts, and weights and KV pool this share of the device.
     Before the KV pool is made; this process serves with `args`."""

@@ -120,7 +120,7 @@ def after_load_model(result: Any, self: Any) -> None:
     own = plan.over(stages)[parallel.pp_rank()]
     if layers is not None and not plan.hidden:
         use_plain_products(layers)
-    grow_chunk(self, cost, own, group)
+    cost = grow_chunk(self, cost, own, group)
     memory = take_capture_memory(self, own, group)
     layers = layers if own.hidden else None
     state = ModelState(plan, len(stages) > 1, own, cost, layers, memory, proof, group, weights)

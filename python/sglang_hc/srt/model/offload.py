@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from sglang.srt.utils import offloader
 
 from sglang_hc.config import GIB, ConfigError, HcConfig
 from sglang_hc.device.copy_stream import copy_stream_for
+from sglang_hc.device.pinning import give_back_pinned
 from sglang_hc.device.weight_ring import Parked, WeightRing
 from sglang_hc.policy.offload import fitting, holding
 from sglang_hc.srt.arguments.server_args import config_of
@@ -33,6 +34,12 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS = "_hc_weights"
 """Attribute of a ModelRunner that holds our `HostedWeights`."""
+
+WHY = (
+    "with --hc-offload-gb weights are neither replaced nor read while the server runs: restart it "
+    "with the new ones, or without the flag"
+)
+"""Said to who asks for it."""
 
 KV_SHARE = 4
 PASS_SHARE = 8
@@ -129,15 +136,10 @@ def settle(runner: Any, config: HcConfig, group: StartGroup) -> HostedWeights:
     for number, layer in enumerate(layers):
         staying = matrices[number] if number in chosen else ()
         _to_device(layer, staying, device)
+    give_back_pinned()  # SGLang pins quantised weights behind the load, one by one
     if not chosen:
         return ALL_RESIDENT
-    parked = [Parked(matrices[number]) for number in chosen]
-    try:
-        ring = WeightRing(parked, device, copy_stream_for(device, model_streams(runner)))
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("--hc-host-size-gb", "--hc-offload-gb")) from None
-    if device.type == "cuda":
-        torch._C._host_emptyCache()  # SGLang pins quantised weights behind the load, one by one
+    ring = _ring(runner, config, [Parked(matrices[number]) for number in chosen])
     logger.info(
         "sglang-hc: weights of %d of %d layers, %.2f GiB, lie in host memory and pass through "
         "%.2f GiB on the device",
@@ -146,14 +148,46 @@ def settle(runner: Any, config: HcConfig, group: StartGroup) -> HostedWeights:
     )
     numbers = {layer: number for number, layer in enumerate(chosen)}
     for layer, number in numbers.items():
-        layers[layer].register_forward_pre_hook(_entering(ring, number))
+        _enter_first(layers[layer], ring, number)
+    runner.model._weight_export_error = WHY  # where SGLang looks before it sends weights to others
     weights = HostedWeights(ring, numbers, len(layers))
     setattr(runner, WEIGHTS, weights)
     return weights
 
 
-def _entering(ring: WeightRing, number: int) -> Callable[..., None]:
-    return lambda module, inputs: ring.enter(number)
+def _ring(runner: Any, config: HcConfig, layers: Sequence[Parked]) -> WeightRing:
+    """Raises ConfigError when there is not so much host memory, or it cannot be locked."""
+    device = torch.device(runner.device)
+    copies = copy_stream_for(device, model_streams(runner))
+    remedy = "lower --hc-offload-gb"
+    if config.offload_gb == "auto":
+        remedy = "give --hc-offload-gb a size"
+    try:
+        return WeightRing(layers, device, copies)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("lower --hc-host-size-gb", remedy)) from None
+    except OSError as error:
+        size = sum(layer.bytes for layer in layers) / GIB
+        raise ConfigError(
+            f"--hc-offload-gb: {size:.3g} GiB of host memory for weights: {error}; {remedy}"
+        ) from None
+
+
+def _enter_first(layer: torch.nn.Module, ring: WeightRing, number: int) -> None:
+    """Have a layer's weights come before it runs, and end the pass of a model that runs it by
+    another call than the layer's own, which no hook sees."""
+
+    def check(module: object, inputs: object) -> None:
+        if not ring.is_valid(number):
+            raise RuntimeError(
+                f"--hc-offload-gb: this model runs {type(layer).__name__} by a way on which its "
+                "weights do not come from host memory; leave the flag out"
+            )
+
+    layer.register_forward_pre_hook(lambda module, inputs: ring.enter(number))
+    for module in layer.modules():
+        if isinstance(module, RadixAttention):
+            module.register_forward_pre_hook(check)
 
 
 def _stack(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -174,10 +208,22 @@ def _chosen(
     runner: Any, config: HcConfig, sizes: Sequence[int], group: StartGroup
 ) -> tuple[int, ...]:
     """Layers that stay in host memory. sizes: bytes of the matrices of each. Raises ConfigError."""
+    if not sum(sizes):
+        raise ConfigError(
+            f"--hc-offload-gb: no weights of {type(runner.model).__name__} can be moved; leave the "
+            "flag out"
+        )
     if config.offload_gb != "auto":
         place = place_of(runner)
         processes = place.replicas * place.stages * place.shards
-        return holding(int(float(config.offload_gb) * GIB) // processes, sizes)
+        wanted = int(float(config.offload_gb) * GIB) // processes
+        if sum(sizes) < wanted:
+            logger.warning(
+                "sglang-hc: --hc-offload-gb: of %.3g GiB for this scheduler only %.3g GiB can be "
+                "moved to host memory",
+                *(wanted / GIB, sum(sizes) / GIB),
+            )
+        return holding(wanted, sizes)
     room = group.least(_room(runner))
     chosen = fitting(room, sizes)
     missing = group.reason(None if chosen is not None else f"{sum(sizes) / GIB:.3g}")
@@ -189,7 +235,10 @@ def _chosen(
         )
     assert chosen is not None
     if not chosen:
-        logger.info("sglang-hc: --hc-offload-gb auto: all weights fit on the device")
+        logger.info(
+            "sglang-hc: --hc-offload-gb auto: all weights fit on the device; leave the flag out: "
+            "CUDA graphs are off with it"
+        )
     return chosen
 
 

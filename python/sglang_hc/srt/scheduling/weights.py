@@ -18,7 +18,7 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqOutput,
 )
 
-from sglang_hc.srt.model.offload import weights_of
+from sglang_hc.srt.model.offload import WHY, weights_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +43,6 @@ OTHERS: dict[str, type[Any] | None] = {
     "save_sharded_model": None,
 }
 """What else reads or changes them. None: an error is answered."""
-
-WHY = (
-    "with --hc-offload-gb weights are neither replaced nor read while the server runs: restart it "
-    "with the new ones, or without the flag"
-)
 
 
 def in_host_memory(updater: Any) -> bool:
