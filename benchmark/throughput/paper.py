@@ -268,7 +268,7 @@ def figure_15() -> Table:
     means = [f"{gain(system, 'act'):.2f}" for system in ("halves", "algorithm 1", "hybrid")]
     rows.append(["all", "1.33", means[0], "", *means[1:], "", ""])
     columns = (
-        "figure 15, over ACT", "1:1, paper", "1:1", "policies, paper", "algorithm 1", "best split",
+        "figure 15, over ACT", "1:1, paper", "1:1", "policies, paper", "algorithm 1", "best share",
         "KV for each ACT, paper", "KV for each ACT, algorithm 1",
     )  # fmt: skip
     return _table("figure-15", columns, rows)

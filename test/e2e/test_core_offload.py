@@ -34,12 +34,12 @@ ALL_4 = [0, 1, 2, 3]
 MIXED = "recompute:1,hidden:1,kv:2"
 CASES = [
     ("llama-mha", "hidden:2,kv:2", SOME),
-    ("llama-mha", MIXED, ALL),
+    pytest.param("llama-mha", MIXED, ALL, marks=pytest.mark.slow),
     ("llama-gqa", "recompute:2,hidden:1,kv:1", SOME),
-    ("llama-gqa", "hidden", ALL),
+    pytest.param("llama-gqa", "hidden", ALL, marks=pytest.mark.slow),
     ("qwen3", MIXED, SOME),
     ("opt", "hidden:2,kv:2", ALL),
-    ("opt", "kv", SOME),
+    pytest.param("opt", "kv", SOME, marks=pytest.mark.slow),
     ("deepseek-v2", "recompute:2,kv:2", ALL),
     ("qwen3-moe", "kv", SOME),
 ]
@@ -55,7 +55,13 @@ def test_replies_are_sglangs_own(models: None, once: Once, model: str, plan: str
     assert found.stats["layer_plan"] == (plan if ":" in plan else f"{plan}:4")
 
 
-@pytest.mark.parametrize("model", ["llama-mha", "llama-gqa", "qwen3", "opt"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "llama-gqa",
+        *(pytest.param(m, marks=pytest.mark.slow) for m in ("llama-mha", "qwen3", "opt")),
+    ],
+)
 def test_kv_form_is_bit_exact_in_bfloat16(models: None, once: Once, model: str) -> None:
     plain: Told = once(plainly, model, "bfloat16")
     wanted: Told = run_in_child(kept, model, "bfloat16")

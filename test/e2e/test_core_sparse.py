@@ -40,8 +40,8 @@ def model(folder: Path) -> str:
     ("name", "flags"),
     [
         ("deepseek-v3.2", ()),
-        ("deepseek-v3.2", CHUNKS),
-        ("deepseek-v3.2", (PLAIN,)),
+        pytest.param("deepseek-v3.2", CHUNKS, marks=pytest.mark.slow),
+        pytest.param("deepseek-v3.2", (PLAIN,), marks=pytest.mark.slow),
         ("deepseek-v3.2", (*CHUNKS, PLAIN, "--enable-mixed-chunk")),
         ("deepseek-v3.2", ("--dtype", "bfloat16")),
         ("glm-5", CHUNKS),

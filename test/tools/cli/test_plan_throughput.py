@@ -121,6 +121,7 @@ def test_what_does_not_fit_is_said(plan):
         ([*MACHINE, "--kv-bytes", "0.5"], "--kv-bytes '0.5': give one of 2 (16 bits), 1 (8 bits)"),
         ([*MACHINE, "--context", "0"], "--context '0': give a whole number from 1 to 10000000"),
         ([*MACHINE, "--context", ""], "--context '': give a whole number"),
+        ([*MACHINE, "--context", "9" * 5000], "give a whole number from 1 to 10000000"),
         ([*MACHINE, "--output", "-1"], "--output '-1': give a whole number"),
         ([*MACHINE, "--link-gbps", "0"], "--link-gbps '0': give a number from 1e-06"),
         ([*MACHINE, "--disk-gbps", "7"], "--disk-gbps: --throughput does not use it; leave it out"),

@@ -169,7 +169,7 @@ def method(
     return decorate
 
 
-def asked(name: str, tree: Any, question: Callable[[], Any]) -> Any:
+def answer_of(name: str, tree: Any, question: Callable[[], Any]) -> Any:
     """What a part of ours answers that SGLang's own code asks; None after an error of ours."""
     try:
         return question()

@@ -96,8 +96,9 @@ class KvPoolRows:
                 )
 
     def rows(self, layer: int) -> list[torch.Tensor]:
-        """One (rows, part bytes) uint8 view per part of a KV row, of what this rank keeps. Row i is
-        that of slot i, unless `interleaved`."""
+        """One (slots, part bytes) uint8 view per part of a KV row, of what this rank keeps. Not for
+        an `interleaved` pool."""
+        assert not self.interleaved, "rows of this pool lie elsewhere than their slots"
         return self._rows[layer]
 
     def gather(
@@ -136,8 +137,8 @@ class KvPoolRows:
         for target, kept, places, rows in zip(
             targets, self._kept, self._places, parts, strict=True
         ):
-            whole = kept.whole(rows) if own else rows[:, : target.shape[1]]
-            if len(target):
+            if len(target):  # on all ranks alike: they gather their parts of a row
+                whole = kept.whole(rows) if own else rows[:, : target.shape[1]]
                 scatter(target, places.of(slots), whole)
 
     def write_kv_by_sglang(

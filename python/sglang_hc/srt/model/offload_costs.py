@@ -19,7 +19,7 @@ from sglang_hc.srt.ranks.start_group import StartGroup
 logger = logging.getLogger(__name__)
 
 ACTIVATIONS = 2
-"""A pass holds at most so many times what the products of one layer give."""
+"""A pass is taken to hold so many times what the products of one layer give."""
 
 
 def with_weights(

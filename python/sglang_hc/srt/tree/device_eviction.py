@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
 
 from sglang_hc.policy.eviction import NextUse
 from sglang_hc.srt.binding import fields
-from sglang_hc.srt.engine.guard import asked
+from sglang_hc.srt.engine.guard import answer_of
 from sglang_hc.tree.identity import BLOCK_BYTES, block_id, block_ids, pack_tokens, root_id
 
 NOTE = "hc_blocks"
@@ -118,7 +118,7 @@ class OrderedLeaves(FullComponent):
         while heap or needed:
             if heap:
                 _, leaf = heappop(heap)
-                use = asked("device_order", self.cache, partial(self._order.next_use, leaf))
+                use = answer_of("device_order", self.cache, partial(self._order.next_use, leaf))
                 if use is not None:
                     heappush(needed, (-use, leaf))
                     continue
