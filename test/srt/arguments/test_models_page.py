@@ -14,8 +14,9 @@ from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_hc.config import ConfigError, HcConfig
-from sglang_hc.srt.arguments import offload_flags
+from sglang_hc.config import FLAGS as FLAGS_OF_OURS
+from sglang_hc.config import ConfigError, HcConfig, flag_of
+from sglang_hc.srt.arguments import hicache_flags, offload_flags
 from sglang_hc.srt.arguments.server_args import (
     SIZES,
     SPECULATION,
@@ -29,6 +30,7 @@ from sglang_hc.srt.model.model_state import refuse_other_pools
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "models.md").read_text()
 REFUSED = PAGE.partition("The start refuses")[2].partition("## Versions")[0]
+HICACHE = (ROOT / "docs" / "from-hicache.md").read_text()
 OFFLOADING = REFUSED.partition("- **Weights in host memory** ")[2].partition("\n- ")[0]
 
 
@@ -194,3 +196,11 @@ def test_the_page_says_what_the_package_needs() -> None:
     assert f"exactly SGLang {sglang.removeprefix('sglang==')}" in PAGE
     low, high = re.findall(r"3\.(\d+)", project["requires-python"])
     assert f"Python 3.{low} to 3.{int(high) - 1}" in PAGE
+
+
+def test_each_flag_of_hicache_has_its_row() -> None:
+    rows = "".join(line.split("|")[1] for line in HICACHE.splitlines() if line.startswith("|"))
+    ours = {f"--{name.replace('_', '-')}" for name in hicache_flags.INSTEAD}
+    assert flags_in(rows) == ours
+    instead = {flag for flag in flags_in(HICACHE) if flag.startswith("--hc-")} - {"--hc-help"}
+    assert instead <= {flag_of(name) for name in FLAGS_OF_OURS}

@@ -15,9 +15,15 @@ from sglang_hc.policy.layer_plan import explicit_plan
 from sglang_hc.srt.arguments.server_args import ALWAYS_ENV, config_of
 from sglang_hc.srt.binding import arguments
 
+HELP = "--hc-help"
+USAGE = "python -m sglang_hc.launch_server --model-path MODEL [flags of SGLang] [--hc-* flags]"
+
 
 def launch(argv: Sequence[str]) -> int:
     """Run the server with SGLang's and our flags. Returns the exit status; 2: a user's mistake."""
+    if HELP in argv:
+        _OwnFlags().print_help()
+        return 0
     os.environ[ALWAYS_ENV] = "1"
     from sglang.launch_server import run_server
     from sglang.srt.utils import kill_process_tree
@@ -65,7 +71,12 @@ def _checked(argv: Sequence[str]) -> Any:
 
 
 class _OwnFlags(argparse.ArgumentParser):
-    """Raises ConfigError where argparse would print its usage and exit."""
+    """Of our flags alone. Raises ConfigError where argparse would print its usage and exit."""
+
+    def __init__(self) -> None:
+        super().__init__(usage=USAGE, add_help=False, allow_abbrev=False)
+        self.add_argument(HELP, action="store_true", help="show these flags; --help shows all")
+        add_flags(self)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -73,9 +84,7 @@ class _OwnFlags(argparse.ArgumentParser):
 
 def _check_flags(argv: Sequence[str]) -> None:
     """Raise ConfigError for a wrong value of ours: SGLang's parser would print its whole usage."""
-    own = _OwnFlags(add_help=False, allow_abbrev=False)
-    add_flags(own)
-    config_from(own.parse_known_args(argv)[0])
+    config_from(_OwnFlags().parse_known_args(argv)[0])
 
 
 def _check_model(argv: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import sglang_hc
 from sglang_hc.errors import ConfigError
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -76,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit status: 0 done, 1 found a problem, 2 wrong usage."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="sglang-hc", description="Tools beside the server.")
+    parser.add_argument("--version", action="version", version=f"sglang-hc {sglang_hc.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
