@@ -18,7 +18,7 @@ from sglang.srt.environ import envs
 
 from sglang_hc.command_line import add_flags, config_from, given_flags
 from sglang_hc.config import CONFIG_ENV, ConfigError, HcConfig, flag_of, refuse_same_directory
-from sglang_hc.srt.arguments import hicache_flags, offload_flags
+from sglang_hc.srt.arguments import hicache_flags, offload_flags, state_flags
 from sglang_hc.srt.arguments.graphs import check_prefill_graphs
 from sglang_hc.srt.binding import arguments
 from sglang_hc.srt.binding.arguments import asked
@@ -209,6 +209,8 @@ def settled(args: Any, previous: Step) -> None:
         if config.offload_gb:
             offload_flags.refuse_modes(args)
     previous(args)
+    if config is not None:
+        state_flags.settle(args)
 
 
 STEPS: dict[str, Callable[[Any, Step], None]] = {

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from sglang.srt.arg_groups.overrides import (
     declare_resolution,
+    mamba_cache_chunk_size,
     max_speculative_num_draft_tokens,
     model_config_of,
     resolution_result,
@@ -62,6 +63,11 @@ def keep_options(args: Any, options: dict[str, Any]) -> None:
 def kept_options(args: Any) -> dict[str, Any] | None:
     """What `keep_options` put there; None where nobody asked for the tiers."""
     return getattr(args, "_hc_config", None)
+
+
+def state_chunk(args: Any) -> int:
+    """Tokens between two places of a prefill at which recurrent layers can leave a state."""
+    return int(mamba_cache_chunk_size(args))
 
 
 def prefill_graphs(args: Any) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.memory_pool import (
     DSATokenToKVPool,
+    HybridLinearKVPool,
     MHATokenToKVPool,
     MLATokenToKVPool,
 )
@@ -51,11 +52,12 @@ class KvPoolRows:
         columns: Callable[[int], Columns] = all_columns,
         draft: Any = None,
     ) -> None:
-        """adapters: needed for layers kept as hidden states only. project: how K and V come from
-        hidden states. read: how rows of many layers are gathered. columns: what this rank keeps of
-        rows that all ranks have, by their width. draft: the pool of a draft model, None where there
-        is none. Raises UnsupportedPool."""
-        self.pool = pool
+        """pool: of a model with recurrent layers too, whose layers with full attention are numbered
+        among themselves here. adapters: needed for layers kept as hidden states only. project: how
+        K and V come from hidden states. read: how rows of many layers are gathered. columns: what
+        this rank keeps of rows that all ranks have, by their width. draft: the pool of a draft
+        model, None where there is none. Raises UnsupportedPool."""
+        self.pool = pool = _with_rows(pool)
         self.adapters = adapters
         self._project = project
         self._read = read
@@ -155,6 +157,11 @@ class KvPoolRows:
             for rows, buffer in zip(parts, buffers, strict=True)
         )
         pool.set_kv_buffer(None, slots, k, v, layer_id_override=pool.start_layer + layer)
+
+
+def _with_rows(pool: Any) -> Any:
+    """The pool that has the rows of K and V."""
+    return pool.full_kv_pool if type(pool) is HybridLinearKVPool else pool
 
 
 def _rows_of(layer: Sequence[torch.Tensor]) -> list[torch.Tensor]:
