@@ -224,6 +224,11 @@ def has_radix_cache(args: Any) -> bool:
     return not _now(args, "disable_radix_cache")
 
 
+def has_states(args: Any) -> bool:
+    """Whether the model has recurrent layers, whose states SGLang's tree keeps."""
+    return _now(args, "uses_mamba_radix_cache")
+
+
 def may_have_adapters(args: Any) -> bool:
     """Whether LoRAs were named or may come."""
     return bool(_now(args, "enable_lora") or _now(args, "lora_paths"))

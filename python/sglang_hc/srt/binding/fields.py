@@ -227,3 +227,30 @@ def go_on_behind(tree: Any, req: Any, slots: torch.Tensor, node: Any) -> None:
     req.kv.kv_allocated_len = req.kv.kv_committed_len = req.prefix_len
     if not req.retracted_stain:
         req.cached_tokens_storage += len(slots)
+
+
+# -- its state of recurrent layers ---------------------------------------------------------------
+
+
+def has_state(req: Any) -> bool:
+    """Whether it has a slot for the state that it goes on with."""
+    return req.kv.holds_mamba
+
+
+def go_on_with_state(req: Any, own: torch.Tensor | None, source: torch.Tensor) -> None:
+    """In its next pass it takes a copy of the state in the slot `source`. own: a slot for that,
+    which it does not have yet; None where it has one. (1,) int64 each."""
+    if own is not None:
+        req.kv.mamba_pool_idx = own[0]
+    req.kv.mamba_cow_src_index = source
+    req.kv.mamba_needs_clear = False
+
+
+def tracked_state(tree: Any, req: Any) -> tuple[int, torch.Tensor] | None:
+    """The last place at which it left a state since the tree took one, in tokens, and that state's
+    slot, (1,) int64; None for none."""
+    kv, pool = req.kv, tree.req_to_token_pool
+    if not kv.mamba_last_track_seqlen or kv.mamba_ping_pong_track_buffer is None:
+        return None
+    slot = kv.mamba_ping_pong_track_buffer[pool.get_mamba_ping_pong_keep_idx(req)]
+    return kv.mamba_last_track_seqlen, slot.unsqueeze(0)

@@ -6,7 +6,7 @@ a kernel of the package sglang_hc_kernels where that is installed and was faster
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import gt
 from typing import Any
 
@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.memory_pool import (
 
 from sglang_hc.capture.direct import DeviceRing
 from sglang_hc.device.gather_scatter import DevicePool, Places, gather, scatter, select
+from sglang_hc.restore.restore_pass import LayerGate
 from sglang_hc.srt.model.columns import Columns, all_columns
 from sglang_hc.srt.model.families import LayerAdapter
 from sglang_hc.srt.model.projection import (
@@ -57,6 +58,7 @@ class KvPoolRows:
         K and V come from hidden states. read: how rows of many layers are gathered. columns: what
         this rank keeps of rows that all ranks have, by their width. draft: the pool of a draft
         model, None where there is none. Raises UnsupportedPool."""
+        self._full_layers = _full_layers(pool)
         self.pool = pool = _with_rows(pool)
         self.adapters = adapters
         self._project = project
@@ -96,6 +98,10 @@ class KvPoolRows:
                     "--speculative-draft-model-path: the draft model keeps more KV for a token and "
                     "layer than the model, or of another kind; use a smaller draft model"
                 )
+
+    def gate(self, gate: LayerGate) -> FullLayerGate | LayerGate:
+        """What SGLang's pool asks before a layer reads, which has the model's numbers of layers."""
+        return gate if self._full_layers is None else FullLayerGate(gate, self._full_layers)
 
     def rows(self, layer: int) -> list[torch.Tensor]:
         """One (slots, part bytes) uint8 view per part of a KV row, of what this rank keeps. Not for
@@ -157,6 +163,27 @@ class KvPoolRows:
             for rows, buffer in zip(parts, buffers, strict=True)
         )
         pool.set_kv_buffer(None, slots, k, v, layer_id_override=pool.start_layer + layer)
+
+
+class FullLayerGate:
+    """A layer gate of a model whose layers do not all have rows: their numbers in the model are
+    others than among those that have."""
+
+    def __init__(self, gate: LayerGate, layers: Mapping[int, int]) -> None:
+        self._gate = gate
+        self._layers = layers
+
+    def wait_until(self, layer: int) -> None:
+        number = self._layers.get(layer)
+        if number is not None:
+            self._gate.wait_until(number)
+
+
+def _full_layers(pool: Any) -> dict[int, int] | None:
+    """Numbers among the layers with rows, by those in the model; None where all layers have."""
+    if type(pool) is not HybridLinearKVPool:
+        return None
+    return dict(pool.full_attention_layer_id_mapping)
 
 
 def _with_rows(pool: Any) -> Any:

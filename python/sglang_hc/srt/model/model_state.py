@@ -147,7 +147,6 @@ def refuse_other_pools(ctx: Any) -> None:
     which proposed tokens were not tested. ctx: what SGLang builds its tree from."""
     for wrong, what in (
         (ctx.is_hybrid_swa, "models whose sliding-window layers have a pool of their own"),
-        (ctx.is_hybrid_ssm, "models with recurrent (Mamba) layers"),
     ):
         if wrong:
             raise ConfigError(
@@ -161,11 +160,18 @@ def refuse_other_pools(ctx: Any) -> None:
         )
 
 
+def kept_layers(runner: Any) -> int:
+    """Layers of the whole model that keep something of each token: all but recurrent ones."""
+    if arguments.has_states(arguments.of(runner)):
+        return model_shape(runner).num_layers
+    return int(runner.model_config.num_hidden_layers)
+
+
 def _not_proven(runner: Any, config: HcConfig, proof: HiddenProof) -> str | None:
     """Why hidden form may not be used although it works: it is not bit-exact and has to be."""
     if not config.exact or proof.wrong is None:
         return None
-    layers = runner.model_config.num_hidden_layers
+    layers = kept_layers(runner)
     if config.forms != "auto" and explicit_plan(config.forms, layers).hidden:
         raise ConfigError(not_exact(config.forms, "hidden states", proof.wrong))
     reason = f"--hc-exact: hidden states are not bit-exact here ({proof.wrong})"
@@ -189,7 +195,7 @@ def _plan(
         plan, why = _auto(runner, config, cost, reason)
         logger.info("sglang-hc: layer plan %s: %s", plan, why)
         return _for_all(plan, stages)
-    plan = explicit_plan(config.forms, runner.model_config.num_hidden_layers)
+    plan = explicit_plan(config.forms, kept_layers(runner))
     if plan.hidden and reason is not None:
         logger.warning(
             "sglang-hc: --hc-forms %s is served without hidden: %s", config.forms, reason
@@ -223,7 +229,7 @@ def _auto(
     reason: str | None,
 ) -> AutoPlan:
     """The fastest plan on the measured machine; unmeasured, the smaller form of every layer."""
-    num_layers = runner.model_config.num_hidden_layers
+    num_layers = kept_layers(runner)
     kv = LayerPlan(0, 0, num_layers)
     if cost is None:
         if reason is not None:

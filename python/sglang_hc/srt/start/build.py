@@ -22,7 +22,7 @@ from sglang_hc.config import GIB, ConfigError, HcConfig, shared_directory
 from sglang_hc.device.copy_stream import CopyStream, SideStream, copy_stream_for
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.device.gather_scatter import gather
-from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, EndLayout, StateShape
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
@@ -52,11 +52,13 @@ from sglang_hc.srt.model.model_state import MODEL_STATE, ModelState, refuse_othe
 from sglang_hc.srt.model.projection import by_sglang, fastest_projection, fastest_stream
 from sglang_hc.srt.model.recompute import LayerRecomputer, recomputer_for
 from sglang_hc.srt.model.rotation import checked_rotation
+from sglang_hc.srt.model.state_pool import StatePool
 from sglang_hc.srt.ranks.decisions import ranks_of
 from sglang_hc.srt.ranks.replicas import Place, directories, host_share, place_of
 from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.srt.requests.self_test import is_of_test
 from sglang_hc.srt.scheduling.speculation import draft_layers
+from sglang_hc.srt.start.build_ends import ends_of, states_of
 from sglang_hc.srt.tree.audit import Audit, can_audit
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.device_tree import unified_tree
@@ -67,7 +69,7 @@ from sglang_hc.store.disk import DirectoryError, DiskStore, StoredModel, Upkeep
 from sglang_hc.store.disk.format import part_of
 from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.executor import ThreadExecutor
-from sglang_hc.store.host_memory import HostMemory, MemorySpec
+from sglang_hc.store.host_memory import HostMemory, MemorySpec, divided
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.lower_tier import LowerTier
@@ -102,6 +104,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     policy = make_policy(config.eviction, window, pinned=pins)
     ttl = TimeToLive(config.ttl) if config.ttl else None
     host = HostTier(BlockTree(fingerprint), pool.num_slots, policy, ttl)
+    ends = ends_of(config, memory, host, window)
     planner = _planner(model, device, counters, ranks)
     disk = _lower_tier(model, pool, fingerprint, host, planner, counters, ranks)
     retention = Retention(host, disk, pins, wanted, ranks.clock)
@@ -136,17 +139,19 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     exact = device.exactness
     tiers = Tiers(
         *(host, disk, capture, restorer, queue, retention, exact, ranks),
-        *(own_errors, recorder, profile),
+        *(own_errors, recorder, profile, ends),
     )
+    states = states_of(device.states, memory, tiers, device.copy_stream)
     order = None
     if config.eviction == "queue" and model.params.eviction_policy.lower() == "lru":
         order = DeviceOrder(fingerprint, wanted)
     taps, audit = state.memory.taps, None
     if config.audit and can_audit(tiers, runner, taps):
         audit = Audit(tiers, pool, device.pool, taps, runner, compute, counters, config.audit)
-    parts = tiers, model.scheduler, compute, ahead, audit
+    parts = tiers, model.scheduler, compute, ahead, audit, states
     tree: HcRadixCache = unified_tree(ctx, order, lambda params: HcRadixCache(params, *parts))
-    runner.token_to_kv_pool.register_layer_transfer_counter(restorer.gate)
+    gate = device.pool.gate(restorer.gate)
+    runner.token_to_kv_pool.register_layer_transfer_counter(gate)
     ctx.tp_worker.register_hicache_layer_transfer_counter(restorer.gate)
     return tree
 
@@ -157,7 +162,8 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
 @dataclass(frozen=True)
 class Model:
     """A loaded model. runner, params: SGLang's model runner and the parameters of its radix cache.
-    draft: the runner of a draft model; None without one. place: of its scheduler among all."""
+    draft: the runner of a draft model; None without one. place: of its scheduler among all.
+    has_states: there are recurrent layers."""
 
     config: HcConfig
     runner: Any
@@ -166,6 +172,7 @@ class Model:
     scheduler: OwnScheduler
     draft: Any
     place: Place
+    has_states: bool
 
     @property
     def allocator(self) -> Any:
@@ -189,7 +196,7 @@ def _loaded(ctx: Any) -> Model:
     refuse_other_pools(ctx)
     scheduler = BUILDING.get()
     draft, place = scheduler.draft_runner, place_of(runner)
-    return Model(config, runner, ctx.params, state, scheduler, draft, place)
+    return Model(config, runner, ctx.params, state, scheduler, draft, place, ctx.is_hybrid_ssm)
 
 
 # -- the device ----------------------------------------------------------------------------------
@@ -199,13 +206,15 @@ def _loaded(ctx: Any) -> Model:
 class Device:
     """The model's device. copy_stream: for copies beside the computation. recomputer: runs the
     model's first layers; None where it cannot. rotation: takes stored K to new positions; None
-    where nothing moves. exactness: of what may be restored."""
+    where nothing moves. exactness: of what may be restored. states: of recurrent layers; None
+    without them."""
 
     pool: KvPoolRows
     copy_stream: CopyStream
     recomputer: LayerRecomputer | None
     rotation: Rotation | None
     exactness: Exactness
+    states: StatePool | None
 
     @property
     def is_gpu(self) -> bool:
@@ -218,8 +227,11 @@ def _device(model: Model) -> Device:
     draft = model.draft.token_to_kv_pool if model.draft is not None else None
     own = partial(KvPoolRows, runner.token_to_kv_pool, state.layers)
     rows = partial(own, columns=columns_of, draft=draft)
+    states = None
     try:
         pool = rows()
+        if model.has_states:
+            states = StatePool(runner.req_to_token_pool.mamba_pool)
     except UnsupportedPool as error:
         raise ConfigError(f"{error}. Add --hc-disable to serve without the tiers") from None
     stage = StartGroup.of_stage()
@@ -238,7 +250,7 @@ def _device(model: Model) -> Device:
     if model.config.overflow == "reembed":
         rotation = checked_rotation(runner, state.plan)
     exactness = state.exactness(model.config.restore, pieces)
-    return Device(pool, copy_stream, recomputer, rotation, exactness)
+    return Device(pool, copy_stream, recomputer, rotation, exactness, states)
 
 
 # -- blocks and their memory ---------------------------------------------------------------------
@@ -253,7 +265,8 @@ def _layout(model: Model, device: Device) -> tuple[BlockLayout, bytes]:
     hidden_bytes = taps.row_bytes if taps is not None else 0
     shape = StateShape(device.pool.num_layers, hidden_bytes, device.pool.part_bytes, dtype)
     draft, drafted = draft_layers(model.draft, model.params.is_eagle, group)
-    layout = BlockLayout(state.own_plan, shape, draft)
+    ends = EndLayout(state=device.states.layers) if device.states is not None else None
+    layout = BlockLayout(state.own_plan, shape, draft, ends)
     product = []
     if model.config.exact and state.plan.hidden:
         # Hidden states that another product made K and V of do not give those bits here.
@@ -266,7 +279,7 @@ def _layout(model: Model, device: Device) -> tuple[BlockLayout, bytes]:
 def _host_memory(model: Model, device: Device, layout: BlockLayout) -> HostMemory:
     """As many slots as fit on every rank, and snapshots. Raises ConfigError."""
     state, size = model.state, host_share(model.config, model.place)
-    num_slots = state.group.least(size // layout.slot_bytes)
+    num_slots, end_slots = map(state.group.least, divided(size, layout))
     if num_slots < 1:
         raise ConfigError(
             f"--hc-host-size-gb leaves {size / GIB:.3g} GiB for each rank and holds no block; "
@@ -280,12 +293,15 @@ def _host_memory(model: Model, device: Device, layout: BlockLayout) -> HostMemor
         num_slots * BLOCK_TOKENS,
     )
     buffers = SNAPSHOT_BUFFERS if layout.plan.hidden else 0
-    spec = MemorySpec(layout, num_slots, state.memory.sizes.snapshot_rows, buffers)
+    rows = state.memory.sizes.snapshot_rows
+    spec = MemorySpec(layout, num_slots, rows, buffers, end_slots)
     try:
         memory = HostMemory(spec)
     except OSError as error:
         raise ConfigError(f"--hc-host-size-gb: {error}") from None
     device.copy_stream.pin(memory.pool.buffer)
+    if memory.ends is not None:
+        device.copy_stream.pin(memory.ends.buffer)
     return memory
 
 
@@ -347,6 +363,7 @@ def _planner(model: Model, device: Device, counters: Counter[str], ranks: Ranks)
     state = model.state
     # Pages lie in the slots of one block then. Of a draft model rows lie behind their block's.
     alone = BLOCK_TOKENS % model.runner.page_size == 0 and model.draft is None
+    alone = alone and not model.has_states
     return RestorePlanner(
         state.cost,
         state.plan,
@@ -362,7 +379,7 @@ def _can_meet(model: Model, device: Device) -> bool:
     """Prompts come in chunks, and where bits count a prefill was proven to make those of decoding:
     what is stored of the end of a history may have any computed front before it then. Not tested
     with the stages of a pipeline."""
-    if model.draft is not None or model.state.has_stages:
+    if model.draft is not None or model.state.has_stages or model.has_states:
         return False
     chunk = arguments.pass_sizes(arguments.of(model.runner)).chunk
     return chunk is not None and (device.recomputer is not None or not model.config.exact)

@@ -24,6 +24,7 @@ from sglang_hc.srt.requests.pins import pin_request_of
 from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from sglang_hc.srt.tree.audit import Audit
 from sglang_hc.srt.tree.device_tree import DeviceTree
+from sglang_hc.srt.tree.states import TreeStates
 from sglang_hc.tiers.forgetting import Answer, Forgetter
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tiers.trace import Recorder
@@ -42,6 +43,7 @@ class CapturingTree(DeviceTree):
     waiting: SchedulerQueue
     forgetter: Forgetter
     audit: Audit | None
+    states: TreeStates | None
     _recorder: Recorder | None
 
     @property
@@ -103,6 +105,8 @@ class CapturingTree(DeviceTree):
                 length = length // BLOCK_TOKENS * BLOCK_TOKENS
             self.commit(req, tokens, length, final=False)
         theirs(req, up_to=up_to)
+        if self.states is not None and self._keeps(req):
+            self.states.keep_of_tree(self, req)
 
     def _released_without(self, req: Any, **_: Any) -> None:
         self.drop(req)
@@ -118,6 +122,8 @@ class CapturingTree(DeviceTree):
             retracted = not fields.is_over(req)
             keep = owned if retracted else min(owned, fields.tokens_in_tree(req))
             self._keep_last(req, keep, owned)
+            if retracted and self.states is not None and self._keeps(req):
+                self.states.keep_of_request(self, req)
         self.waiting.finished(req, -(-owned // BLOCK_TOKENS))
         theirs(req, checkpointed=checkpointed)
 
@@ -150,6 +156,8 @@ class CapturingTree(DeviceTree):
         return session, pin.ttl_s
 
     def commit(self, req: Any, tokens: array[int], length: int, final: bool) -> Prefix:
+        if self.states is not None:
+            length = length // BLOCK_TOKENS * BLOCK_TOKENS  # there is no state inside a block
         kept = Prefix(fields.namespace_of(req), pack_tokens(tokens[:length]))
         row = self.req_to_token_pool.req_to_token[fields.row_of(req), :length]
         # SGLang gives the row to another request while the forward stream is still busy.

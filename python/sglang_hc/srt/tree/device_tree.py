@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.components.base import get_and_increase_time_counter
+from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import BaseEvictionResult
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.srt.binding import fields
@@ -79,6 +80,8 @@ class DeviceTree(SglangTree):
         """What SGLang's `theirs` finds. A request that waits is matched in many passes; where it
         would find what it found before, the tree is not walked again."""
         req = params.req
+        if self.supports_mamba():
+            return theirs(params)
         known: MatchResult | None = getattr(req, MATCHED, None)
         if known is not None and self._would_find(known, params.key):
             self.node(known.last_device_node).last_access_time = get_and_increase_time_counter()
@@ -130,6 +133,19 @@ class DeviceTree(SglangTree):
     def remove(self, number: int) -> None:
         """Take an unlocked leaf out of the tree; its slots are free."""
         self._evict_device_leaf(number, Counter())
+
+    def drop_state(self, number: int) -> None:
+        """Take the state of recurrent layers from an unlocked node, whose slots stay."""
+        result = BaseEvictionResult()
+        component = self.components[ComponentType.MAMBA]
+        self.tree_core._evict_component_and_detach_lru(
+            self.node(number),
+            component,
+            device_frees=result.device_frees,
+            host_frees=result.host_frees,
+            cache_actions=result.cache_actions,
+        )
+        self._apply_eviction_result(result)
 
     def drop_last_block(self, path: Prefix) -> None:
         """Take out what begins with the last block of a path, but for what is locked."""

@@ -40,6 +40,7 @@ from sglang_hc.srt.tree.audit import Audit
 from sglang_hc.srt.tree.capturing_tree import CapturingTree
 from sglang_hc.srt.tree.facades import ControllerFacade, HostPoolFacade
 from sglang_hc.srt.tree.host_match import HostMatch
+from sglang_hc.srt.tree.states import TreeStates
 from sglang_hc.tiers.forgetting import Forgetter
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode
@@ -75,9 +76,10 @@ class HcRadixCache(CapturingTree):
         compute: ComputeStream,
         prerestored: PrerestoredBlocks,
         audit: Audit | None = None,
+        states: TreeStates | None = None,
     ) -> None:
         """compute: where the model runs. prerestored: told of the end of each meeting. audit:
-        of what is restored; None for none."""
+        of what is restored; None for none. states: of recurrent layers; None without them."""
         super().__init__(params)
         layout = tiers.layout
         self.tiers = tiers
@@ -85,7 +87,7 @@ class HcRadixCache(CapturingTree):
         self.capture, self.restorer = tiers.capture, tiers.restorer
         self.meetings, self._disk = tiers.meetings, tiers.disk
         self._lag = layout.draft.lag
-        self._recorder, self.audit = tiers.recorder, audit
+        self._recorder, self.audit, self.states = tiers.recorder, audit, states
         self.scheduler = scheduler
         self.compute_stream = compute
         self._numbers = count()
@@ -93,7 +95,7 @@ class HcRadixCache(CapturingTree):
         if self._disk is not None:
             shown = ControllerFacade(self.token_to_kv_pool_host, self._disk.name)
             self.cache_controller = shown
-        self.host_match = HostMatch(tiers.host, layout)
+        self.host_match = HostMatch(tiers.host, layout, tiers.ends)
         self.waiting = SchedulerQueue(tiers.queue, self.has, tiers.recorder)
         self.prerestored, planner = prerestored, self.restorer.planner
         self.ahead = RestoreAhead(
@@ -123,6 +125,8 @@ class HcRadixCache(CapturingTree):
             return result
         node = self.node(result.last_device_node)
         usable = self.host_match.tokens(params.req, key, node, on_device)
+        if self.states is not None:
+            result = self.states.track_branch(result, self.host_match.last_block_end)
         hit = (usable - on_device) // self.page_size * self.page_size
         return result._replace(host_hit_length=hit) if hit > 0 else result
 
@@ -130,7 +134,7 @@ class HcRadixCache(CapturingTree):
     def promise(self, req: Any) -> None:
         """A request is about to be admitted. SGLang takes all of its host hit or nothing of it:
         promise the part that is worth restoring. If none is, `init_load_back` counts why."""
-        hit = fields.host_hit(req)
+        hit = fields.host_hit(req) if self.states is None else 0  # a state is restored or not
         blocks = self.host_match.blocks(req, fields.prefix_length(req) + hit) if hit else None
         if blocks is not None:
             worth = self.ahead.promise(self, req, blocks, fields.prefix_length(req) + hit)
@@ -154,6 +158,8 @@ class HcRadixCache(CapturingTree):
         blocks = self.host_match.blocks(req, stop)
         if blocks is None:
             slots, node = self.refuse(req, Reason.BLOCKS_GONE)
+        elif self.states is not None:
+            slots, node = self.states.load_back(self, req, blocks, stop)
         else:
             slots, node = self.load_back(req, blocks, stop)
         return len(slots), node
@@ -205,7 +211,7 @@ class HcRadixCache(CapturingTree):
             return self.refuse(req, Reason.TREE_CHANGED)
         queued = restorer.num_queued
         try:
-            self._queue(blocks, slots, node, before, plan, missing)
+            self.queue_restorations(blocks, slots, node, before, plan, missing)
         except Exception:
             # Nobody may read what is not restored: the promise is taken back.
             restorer.unqueue(queued)
@@ -217,7 +223,7 @@ class HcRadixCache(CapturingTree):
             restorer.counters["retracted_restored_tokens"] += len(slots)
         return slots, node
 
-    def _queue(
+    def queue_restorations(
         self, blocks: Sequence[BlockNode], slots: torch.Tensor, node: Any, before: torch.Tensor,
         plan: RestorePlan, missing: Sequence[tuple[int, int]],
     ) -> None:  # fmt: skip
@@ -278,9 +284,10 @@ class HcRadixCache(CapturingTree):
 
     def _evict_beside(self, theirs: SglangMethod, params: EvictParams) -> EvictResult:
         freed = self.audit.release() if self.audit is not None else 0
-        if freed >= params.num_tokens:
+        others = params.swa_num_tokens or params.mamba_num
+        if freed >= params.num_tokens and not others:
             return EvictResult(num_tokens_evicted=freed)
-        result = theirs(replace(params, num_tokens=params.num_tokens - freed))
+        result = theirs(replace(params, num_tokens=max(0, params.num_tokens - freed)))
         result.num_tokens_evicted += freed
         if result.num_tokens_evicted < params.num_tokens:
             result.num_tokens_evicted += self.prerestored.release()

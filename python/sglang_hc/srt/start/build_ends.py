@@ -1,0 +1,55 @@
+"""The second half of assembly for models whose layers do not all have full attention: ends, and what
+moves their parts."""
+
+from __future__ import annotations
+
+import logging
+
+from sglang_hc.capture.direct import DeviceRing, DirectRows
+from sglang_hc.capture.states import StateCapture
+from sglang_hc.config import HcConfig
+from sglang_hc.device.copy_stream import CopyStream
+from sglang_hc.policy.eviction import EvictionPolicy, make_policy
+from sglang_hc.queue.lookahead import LookAhead
+from sglang_hc.restore.states import StateRestorer
+from sglang_hc.srt.model.state_pool import StatePool
+from sglang_hc.srt.tree.states import TreeStates
+from sglang_hc.store.host_memory import HostMemory
+from sglang_hc.tiers.tiers import States, Tiers
+from sglang_hc.tree.ends import End, Ends
+from sglang_hc.tree.host_tier import HostTier
+
+logger = logging.getLogger(__name__)
+
+STATES_UNDER_WAY = 2
+"""States that pass through the device memory of their own on their way to the host."""
+
+
+def ends_of(config: HcConfig, memory: HostMemory, host: HostTier, window: LookAhead) -> Ends | None:
+    """Where paths can be continued; None for everywhere."""
+    pool = memory.ends
+    if pool is None:
+        return None
+    size = pool.layout.slot_bytes
+    logger.info("sglang-hc: %d slots of %.3g MiB for ends", pool.num_slots, size / 2**20)
+    policy: EvictionPolicy[End] = make_policy(config.eviction, window)
+    return Ends(pool.layout, pool.num_slots, host, policy, window.next_use)
+
+
+def states_of(
+    pool: StatePool | None, memory: HostMemory, tiers: Tiers, copies: CopyStream
+) -> TreeStates | None:
+    """States of recurrent layers, saved and restored beside blocks; None without them."""
+    host, ends, scatters = memory.ends, tiers.ends, tiers.capture.scatters
+    if pool is None or host is None or ends is None:
+        return None
+    ring = None
+    if pool.device.type == "cuda":
+        ring = DeviceRing(STATES_UNDER_WAY * host.layout.slot_bytes, pool.device)
+    rows = DirectRows(host.state, copies.opposite(), scatters, ring)
+    counters, ranks = tiers.restorer.counters, tiers.ranks
+    tiers.states = States(
+        StateCapture(tiers.host, ends, rows, scatters),
+        StateRestorer(ends, host.state, pool, copies, counters, ranks),
+    )
+    return TreeStates(pool, ends, tiers.states)
