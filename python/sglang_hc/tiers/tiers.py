@@ -23,6 +23,7 @@ from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.trace import Recorder
 from sglang_hc.tree.block_tree import BlockNode
+from sglang_hc.tree.ends import Ends
 from sglang_hc.tree.forgetting import Forgetting
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import Prefix
@@ -40,7 +41,8 @@ class Tiers:
     exactness: what was measured at start of what comes back. ranks: who decides
     with them. own_errors: counts of what was wrong with a request, or with us, and cost reuse.
     recorder: of the load; None for none.
-    profile: keeps what is learned of the costs; None where another rank or a user does."""
+    profile: keeps what is learned of the costs; None where another rank or a user does. ends: of
+    the host tier; None where all layers have full attention."""
 
     host: HostTier
     disk: LowerTier | None
@@ -53,6 +55,7 @@ class Tiers:
     own_errors: Counter[str] = field(default_factory=Counter)
     recorder: Recorder | None = None
     profile: CachedProfile | None = None
+    ends: Ends | None = None
 
     @property
     def layout(self) -> BlockLayout:
@@ -154,6 +157,8 @@ class Tiers:
     def check_integrity(self) -> None:
         """Raise AssertionError if an invariant does not hold. O(slots)."""
         self.host.check_integrity()
+        if self.ends is not None:
+            self.ends.check_integrity()
         assert self.capture.staged_slots() <= self.host.staged_slots
 
     # -- numbers ---------------------------------------------------------------------------------
@@ -189,6 +194,12 @@ class Tiers:
             "pins": len(self.retention.pins),
             "pinned_blocks": self.retention.pins.total_blocks,
         }
+        if self.ends is not None:
+            found |= {
+                "ends": len(self.ends),
+                "end_slots": self.ends.num_slots,
+                "end_free_slots": self.ends.free_slots,
+            }
         if self.disk is not None:
             found |= self.disk.levels()
         if self.restorer.planner.costs is not None:
@@ -200,6 +211,8 @@ class Tiers:
         total = Counter(expired_blocks=self.host.expired_blocks)
         for part in (self.restorer, self.capture, self.queue):
             total += part.counters
+        if self.ends is not None:
+            total["evicted_ends"] += self.ends.evicted
         total += self.own_errors
         total += self.retention.counters + Counter(self.ranks.counts())
         if self.restorer.planner.costs is not None:

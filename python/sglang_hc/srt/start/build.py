@@ -16,15 +16,16 @@ from typing import Any
 
 from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.direct import DirectRows
+from sglang_hc.capture.ends import EndSaver
 from sglang_hc.capture.saving import DeviceState, HiddenPath
 from sglang_hc.capture.snapshots import Snapshots
 from sglang_hc.config import GIB, ConfigError, HcConfig, shared_directory
 from sglang_hc.device.copy_stream import CopyStream, SideStream, copy_stream_for
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.device.gather_scatter import gather
-from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.eviction import make_policy
+from sglang_hc.policy.eviction import EvictionPolicy, make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
 from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.profile_file import CachedProfile
@@ -33,7 +34,7 @@ from sglang_hc.queue.mover import BlockMover
 from sglang_hc.queue.queue_view import QueueRules, QueueView
 from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.restore.cost_observer import CostObserver, timer_for
-from sglang_hc.restore.path import RestorePath, Rotation
+from sglang_hc.restore.path import EndPath, RestorePath, Rotation
 from sglang_hc.restore.prerestored import PrerestoredBlocks
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
@@ -52,6 +53,7 @@ from sglang_hc.srt.model.model_state import MODEL_STATE, ModelState, refuse_othe
 from sglang_hc.srt.model.projection import by_sglang, fastest_projection, fastest_stream
 from sglang_hc.srt.model.recompute import LayerRecomputer, recomputer_for
 from sglang_hc.srt.model.rotation import checked_rotation
+from sglang_hc.srt.model.window_pool import WindowPool, full_attention, window_pool
 from sglang_hc.srt.ranks.decisions import ranks_of
 from sglang_hc.srt.ranks.replicas import Place, directories, host_share, place_of
 from sglang_hc.srt.ranks.start_group import StartGroup
@@ -67,7 +69,7 @@ from sglang_hc.store.disk import DirectoryError, DiskStore, StoredModel, Upkeep
 from sglang_hc.store.disk.format import part_of
 from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.executor import ThreadExecutor
-from sglang_hc.store.host_memory import HostMemory, MemorySpec
+from sglang_hc.store.host_memory import HostMemory, MemorySpec, divided
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.lower_tier import LowerTier
@@ -77,6 +79,7 @@ from sglang_hc.tiers.recording import recorder_of
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
+from sglang_hc.tree.ends import End, Ends
 from sglang_hc.tree.host_tier import HostTier
 
 logger = logging.getLogger(__name__)
@@ -102,6 +105,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     policy = make_policy(config.eviction, window, pinned=pins)
     ttl = TimeToLive(config.ttl) if config.ttl else None
     host = HostTier(BlockTree(fingerprint), pool.num_slots, policy, ttl)
+    ends = _ends(config, memory, host, window, pins)
     planner = _planner(model, device, counters, ranks)
     disk = _lower_tier(model, pool, fingerprint, host, planner, counters, ranks)
     retention = Retention(host, disk, pins, wanted, ranks.clock)
@@ -115,20 +119,23 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     rules = QueueRules(config.prefetch, config.schedule == "ready-first", _can_meet(model, device))
     hints = wanted if config.eviction == "queue" else None
     copies, side = device.copy_stream, _side_stream(model, device, layout.shape)
-    gathers = parallel.tp_size() > 1
-    ring = StagingRing.sized_for(layout.shape, device.pool.device, copies, gathers)
+    gathers, ends_path = parallel.tp_size() > 1, _end_path(device, memory)
+    row = sum(device.windows.rows.part_bytes) if device.windows is not None else 0
+    ring = StagingRing.sized_for(layout.shape, device.pool.device, copies, gathers, row)
     path = RestorePath(
-        pool, device.pool, ring, device.recomputer, side, device.rotation, state.in_turn
+        *(pool, device.pool, ring, device.recomputer, side, device.rotation, state.in_turn),
+        ends_path,
     )
     observer = profile = None
-    if state.cost is not None and ranks.count == 1:
-        # What one rank sees corrects no costs of several, which must decide alike.
+    if state.cost is not None and ranks.count == 1 and ends is None:
+        # What one rank sees corrects no costs of several, which must decide alike; nor what is seen
+        # of layers that differ.
         observer = CostObserver(state.cost, layout, timer_for(copies), copies)
-    restorer = Restorer(host, path, planner, observer, counters, ranks)
+    restorer = Restorer(host, path, planner, observer, counters, ranks, ends)
     compute = ComputeStream.of(runner)
     ahead = PrerestoredBlocks(model.allocator, restorer, compute)
     queue = QueueView(host, disk, window, rules, planner, hints, mover, ahead.drop_unproven)
-    capture = _capture(model, device, memory, host, disk, scatters, ranks)
+    capture = _capture(model, device, memory, host, disk, scatters, ranks, ends)
 
     # What SGLang sees of it.
     if state.cost is not None and config.profile is None and not state.group.rank:
@@ -136,7 +143,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     exact = device.exactness
     tiers = Tiers(
         *(host, disk, capture, restorer, queue, retention, exact, ranks),
-        *(own_errors, recorder, profile),
+        *(own_errors, recorder, profile, ends),
     )
     order = None
     if config.eviction == "queue" and model.params.eviction_policy.lower() == "lru":
@@ -197,11 +204,13 @@ def _loaded(ctx: Any) -> Model:
 
 @dataclass(frozen=True)
 class Device:
-    """The model's device. copy_stream: for copies beside the computation. recomputer: runs the
+    """The model's device. pool: of the layers with full attention. windows: of the others, None where
+    there are none. copy_stream: for copies beside the computation. recomputer: runs the
     model's first layers; None where it cannot. rotation: takes stored K to new positions; None
     where nothing moves. exactness: of what may be restored."""
 
     pool: KvPoolRows
+    windows: WindowPool | None
     copy_stream: CopyStream
     recomputer: LayerRecomputer | None
     rotation: Rotation | None
@@ -216,10 +225,13 @@ def _device(model: Model) -> Device:
     """The KV pool with the fastest ways to read and write it, and what was proven of it."""
     runner, state = model.runner, model.state
     draft = model.draft.token_to_kv_pool if model.draft is not None else None
-    own = partial(KvPoolRows, runner.token_to_kv_pool, state.layers)
+    whole = runner.token_to_kv_pool
+    own = partial(KvPoolRows, full_attention(whole), state.layers)
     rows = partial(own, columns=columns_of, draft=draft)
+    reach = model.params.sliding_window_size
     try:
         pool = rows()
+        windows = window_pool(whole, model.allocator, reach, runner.page_size)
     except UnsupportedPool as error:
         raise ConfigError(f"{error}. Add --hc-disable to serve without the tiers") from None
     stage = StartGroup.of_stage()
@@ -230,7 +242,7 @@ def _device(model: Model) -> Device:
     if pool.device.type == "cuda" and state.layers is not None:
         project = fastest_projection(runner, state.layers, model.allocator)
     if state.memory.ring is not None and state.own_plan.kv:
-        layers = state.own_plan.kv_layers
+        layers = state.own_plan.kv_layers if windows is None else range(pool.num_layers)
         read = fastest_gather(pool, layers, model.allocator, state.memory.ring)
     pool = rows(project, read)
     copy_stream = copy_stream_for(pool.device, [*model_streams(runner), *state.memory.streams])
@@ -238,7 +250,7 @@ def _device(model: Model) -> Device:
     if model.config.overflow == "reembed":
         rotation = checked_rotation(runner, state.plan)
     exactness = state.exactness(model.config.restore, pieces)
-    return Device(pool, copy_stream, recomputer, rotation, exactness)
+    return Device(pool, windows, copy_stream, recomputer, rotation, exactness)
 
 
 # -- blocks and their memory ---------------------------------------------------------------------
@@ -253,7 +265,10 @@ def _layout(model: Model, device: Device) -> tuple[BlockLayout, bytes]:
     hidden_bytes = taps.row_bytes if taps is not None else 0
     shape = StateShape(device.pool.num_layers, hidden_bytes, device.pool.part_bytes, dtype)
     draft, drafted = draft_layers(model.draft, model.params.is_eagle, group)
-    layout = BlockLayout(state.own_plan, shape, draft)
+    plan, ends = state.own_plan, None
+    if device.windows is not None:
+        plan, ends = LayerPlan(0, 0, shape.num_layers), device.windows.layout
+    layout = BlockLayout(plan, shape, draft, ends)
     product = []
     if model.config.exact and state.plan.hidden:
         # Hidden states that another product made K and V of do not give those bits here.
@@ -266,7 +281,7 @@ def _layout(model: Model, device: Device) -> tuple[BlockLayout, bytes]:
 def _host_memory(model: Model, device: Device, layout: BlockLayout) -> HostMemory:
     """As many slots as fit on every rank, and snapshots. Raises ConfigError."""
     state, size = model.state, host_share(model.config, model.place)
-    num_slots = state.group.least(size // layout.slot_bytes)
+    num_slots, end_slots = map(state.group.least, divided(size, layout))
     if num_slots < 1:
         raise ConfigError(
             f"--hc-host-size-gb leaves {size / GIB:.3g} GiB for each rank and holds no block; "
@@ -280,13 +295,33 @@ def _host_memory(model: Model, device: Device, layout: BlockLayout) -> HostMemor
         num_slots * BLOCK_TOKENS,
     )
     buffers = SNAPSHOT_BUFFERS if layout.plan.hidden else 0
-    spec = MemorySpec(layout, num_slots, state.memory.sizes.snapshot_rows, buffers)
+    spec = MemorySpec(layout, num_slots, state.memory.sizes.snapshot_rows, buffers, end_slots)
     try:
         memory = HostMemory(spec)
     except OSError as error:
         raise ConfigError(f"--hc-host-size-gb: {error}") from None
     device.copy_stream.pin(memory.pool.buffer)
+    if memory.ends is not None:
+        device.copy_stream.pin(memory.ends.buffer)
     return memory
+
+
+def _ends(
+    config: HcConfig, memory: HostMemory, host: HostTier, window: LookAhead,
+    pins: SessionPins,
+) -> Ends | None:  # fmt: skip
+    """Where paths can be continued; None where all layers have full attention."""
+    if memory.ends is None:
+        return None
+    layout, slots = memory.ends.layout, memory.ends.num_slots
+    policy: EvictionPolicy[End] = make_policy(config.eviction, window, pinned=pins)
+    return Ends(layout, slots, host, policy, window.next_use)
+
+
+def _end_path(device: Device, memory: HostMemory) -> EndPath | None:
+    if memory.ends is None or device.windows is None:
+        return None
+    return EndPath(memory.ends, device.windows.rows, device.windows.numbers)
 
 
 # -- below host memory ---------------------------------------------------------------------------
@@ -347,6 +382,7 @@ def _planner(model: Model, device: Device, counters: Counter[str], ranks: Ranks)
     state = model.state
     # Pages lie in the slots of one block then. Of a draft model rows lie behind their block's.
     alone = BLOCK_TOKENS % model.runner.page_size == 0 and model.draft is None
+    alone = alone and device.windows is None
     return RestorePlanner(
         state.cost,
         state.plan,
@@ -362,7 +398,7 @@ def _can_meet(model: Model, device: Device) -> bool:
     """Prompts come in chunks, and where bits count a prefill was proven to make those of decoding:
     what is stored of the end of a history may have any computed front before it then. Not tested
     with the stages of a pipeline."""
-    if model.draft is not None or model.state.has_stages:
+    if model.draft is not None or model.state.has_stages or device.windows is not None:
         return False
     chunk = arguments.pass_sizes(arguments.of(model.runner)).chunk
     return chunk is not None and (device.recomputer is not None or not model.config.exact)
@@ -379,7 +415,7 @@ def _side_stream(model: Model, device: Device, shape: StateShape) -> SideStream 
 
 def _capture(
     model: Model, device: Device, memory: HostMemory, host: HostTier, disk: LowerTier | None,
-    scatters: ScatterQueue, ranks: Ranks,
+    scatters: ScatterQueue, ranks: Ranks, ends: Ends | None,
 ) -> Capture:  # fmt: skip
     """Saving copies in the opposite direction of restoring; a GPU does both at the same time."""
     taken, pool, copies = model.state.memory, memory.pool, device.copy_stream.opposite()
@@ -396,4 +432,8 @@ def _capture(
         if disk is not None and not is_of_test(node.namespace):
             disk.write_through(node)
 
-    return Capture(pool.layout, host, scatters, state, on_ready, ranks.clock)
+    saver = None
+    if ends is not None and memory.ends is not None and device.windows is not None:
+        rows = DirectRows(memory.ends.window, *ways)
+        saver = EndSaver(ends, rows, device.windows.rows, scatters)
+    return Capture(pool.layout, host, scatters, state, on_ready, ranks.clock, saver)
