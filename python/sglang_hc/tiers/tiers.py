@@ -39,7 +39,7 @@ history, while one waits for its turn, and while pins or a time to live can end.
 
 @dataclass(eq=False)
 class States:
-    """What moves states of recurrent layers."""
+    """What moves states of recurrent layers to and from ends."""
 
     capture: StateCapture
     restorer: StateRestorer
@@ -51,9 +51,9 @@ class Tiers:
     exactness: what was measured at start of what comes back. ranks: who decides
     with them. own_errors: counts of what was wrong with a request, or with us, and cost reuse.
     recorder: of the load; None for none.
-    profile: keeps what is learned of the costs; None where another rank or a user does. ends: where
-    paths can be continued; None for everywhere. states: of recurrent layers, on their way to and
-    from ends; None without them."""
+    profile: keeps what is learned of the costs; None where another rank or a user does. ends: of
+    the host tier; None where all layers have full attention. states: what moves states of recurrent
+    layers; None without them."""
 
     host: HostTier
     disk: LowerTier | None
@@ -211,9 +211,11 @@ class Tiers:
             "pinned_blocks": self.retention.pins.total_blocks,
         }
         if self.ends is not None:
-            found["host_ends"] = len(self.ends)
-            found["host_end_slots"] = self.ends.num_slots
-            found["host_free_end_slots"] = self.ends.free_slots
+            found |= {
+                "ends": len(self.ends),
+                "end_slots": self.ends.num_slots,
+                "end_free_slots": self.ends.free_slots,
+            }
         if self.disk is not None:
             found |= self.disk.levels()
         if self.restorer.planner.costs is not None:
@@ -227,10 +229,10 @@ class Tiers:
             total += part.counters
         if self.states is not None:
             total += self.states.capture.counters
+        if self.ends is not None:
+            total["evicted_ends"] += self.ends.evicted
         total += self.own_errors
         total += self.retention.counters + Counter(self.ranks.counts())
         if self.restorer.planner.costs is not None:
             total.update(self.restorer.planner.costs.counts())
-        if self.ends is not None:
-            total["evicted_ends"] += self.ends.evicted
         return {"evicted_blocks": self.host.evicted_blocks, **+total}

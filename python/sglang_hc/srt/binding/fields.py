@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 OTHER_INPUTS = (
@@ -159,6 +160,23 @@ def tokens_from_tiers(req: Any) -> tuple[int, int]:
     return req.cached_tokens_host, req.cached_tokens_storage
 
 
+def freed_windows(req: Any) -> int:
+    """Tokens from the first one on whose rows in the pool of sliding windows it has given back, as
+    far as they were its own (`tokens_in_tree`)."""
+    return req.kv.get_evicted_seqlen(ComponentType.SWA)
+
+
+def settled_tokens(req: Any) -> int:
+    """Tokens that it will have computed wherever it ends from now on."""
+    told = len(req.origin_input_ids) + len(req.output_ids) - 1
+    return min(told, req.kv.kv_committed_len)
+
+
+def decode_steps(req: Any) -> int:
+    """Passes since its prompt was computed."""
+    return req.decode_batch_idx
+
+
 def owned_tokens(req: Any) -> int:
     """Tokens from the first one on whose slots it gives back, or leaves to the tree, when it is
     over."""
@@ -210,6 +228,8 @@ def host_hit(req: Any) -> int:
 def set_host_hit(req: Any, tokens: int, from_below: bool = False) -> None:
     """Promise so many, or say how many it got. from_below: all of them from below host memory."""
     req.host_hit_length = tokens
+    if not tokens:
+        req.swa_host_hit_length = 0
     if from_below:
         req.storage_hit_length = tokens
 

@@ -6,21 +6,19 @@ a kernel of the package sglang_hc_kernels where that is installed and was faster
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import gt
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import (
     DSATokenToKVPool,
-    HybridLinearKVPool,
     MHATokenToKVPool,
     MLATokenToKVPool,
 )
 
 from sglang_hc.capture.direct import DeviceRing
 from sglang_hc.device.gather_scatter import DevicePool, Places, gather, scatter, select
-from sglang_hc.restore.restore_pass import LayerGate
 from sglang_hc.srt.model.columns import Columns, all_columns
 from sglang_hc.srt.model.families import LayerAdapter
 from sglang_hc.srt.model.projection import (
@@ -53,13 +51,11 @@ class KvPoolRows:
         columns: Callable[[int], Columns] = all_columns,
         draft: Any = None,
     ) -> None:
-        """pool: of a model with recurrent layers too, whose layers with full attention are numbered
-        among themselves here. adapters: needed for layers kept as hidden states only. project: how
-        K and V come from hidden states. read: how rows of many layers are gathered. columns: what
-        this rank keeps of rows that all ranks have, by their width. draft: the pool of a draft
-        model, None where there is none. Raises UnsupportedPool."""
-        self._full_layers = _full_layers(pool)
-        self.pool = pool = _with_rows(pool)
+        """adapters: needed for layers kept as hidden states only. project: how K and V come from
+        hidden states. read: how rows of many layers are gathered. columns: what this rank keeps of
+        rows that all ranks have, by their width. draft: the pool of a draft model, None where there
+        is none. Raises UnsupportedPool."""
+        self.pool = pool
         self.adapters = adapters
         self._project = project
         self._read = read
@@ -98,10 +94,6 @@ class KvPoolRows:
                     "--speculative-draft-model-path: the draft model keeps more KV for a token and "
                     "layer than the model, or of another kind; use a smaller draft model"
                 )
-
-    def gate(self, gate: LayerGate) -> FullLayerGate | LayerGate:
-        """What SGLang's pool asks before a layer reads, which has the model's numbers of layers."""
-        return gate if self._full_layers is None else FullLayerGate(gate, self._full_layers)
 
     def rows(self, layer: int) -> list[torch.Tensor]:
         """One (slots, part bytes) uint8 view per part of a KV row, of what this rank keeps. Not for
@@ -163,32 +155,6 @@ class KvPoolRows:
             for rows, buffer in zip(parts, buffers, strict=True)
         )
         pool.set_kv_buffer(None, slots, k, v, layer_id_override=pool.start_layer + layer)
-
-
-class FullLayerGate:
-    """A layer gate of a model whose layers do not all have rows: their numbers in the model are
-    others than among those that have."""
-
-    def __init__(self, gate: LayerGate, layers: Mapping[int, int]) -> None:
-        self._gate = gate
-        self._layers = layers
-
-    def wait_until(self, layer: int) -> None:
-        number = self._layers.get(layer)
-        if number is not None:
-            self._gate.wait_until(number)
-
-
-def _full_layers(pool: Any) -> dict[int, int] | None:
-    """Numbers among the layers with rows, by those in the model; None where all layers have."""
-    if type(pool) is not HybridLinearKVPool:
-        return None
-    return dict(pool.full_attention_layer_id_mapping)
-
-
-def _with_rows(pool: Any) -> Any:
-    """The pool that has the rows of K and V."""
-    return pool.full_kv_pool if type(pool) is HybridLinearKVPool else pool
 
 
 def _rows_of(layer: Sequence[torch.Tensor]) -> list[torch.Tensor]:

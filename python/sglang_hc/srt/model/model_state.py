@@ -145,19 +145,21 @@ def refuse_model(model: torch.nn.Module, group: StartGroup) -> None:
 def refuse_other_pools(ctx: Any) -> None:
     """Raise ConfigError for a model that keeps state outside the KV pool, or has state in it of
     which proposed tokens were not tested. ctx: what SGLang builds its tree from."""
-    for wrong, what in (
-        (ctx.is_hybrid_swa, "models whose sliding-window layers have a pool of their own"),
-    ):
-        if wrong:
-            raise ConfigError(
-                f"sglang-hc does not support {what} yet: part of their state is outside the KV "
-                "pool. Add --hc-disable to serve without the tiers"
-            )
-    if ctx.is_dsa and not ctx.tp_worker.model_runner.spec_algorithm.is_none():
+    if ctx.is_hybrid_ssm and ctx.is_hybrid_swa:
         raise ConfigError(
-            "sglang-hc does not support --speculative-algorithm with a sparse-attention index: it "
-            "was not tested. Leave the flag out, or add --hc-disable to serve without the tiers"
+            "sglang-hc does not support models with recurrent layers and sliding windows: both "
+            "together were not tested. Add --hc-disable to serve without the tiers"
         )
+    speculates = not ctx.tp_worker.model_runner.spec_algorithm.is_none()
+    for kind, what in (
+        (ctx.is_dsa, "a sparse-attention index"),
+        (ctx.is_hybrid_swa, "sliding windows that have a pool of their own"),
+    ):
+        if kind and speculates:
+            raise ConfigError(
+                f"sglang-hc does not support --speculative-algorithm with {what}: it was not "
+                "tested. Leave the flag out, or add --hc-disable to serve without the tiers"
+            )
 
 
 def kept_layers(runner: Any) -> int:

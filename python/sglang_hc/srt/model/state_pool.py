@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.memory_pool import MambaPool
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MambaPool
 
-from sglang_hc.forms import StateLayers
+from sglang_hc.forms import EndLayout, StateLayers
+from sglang_hc.restore.restore_pass import LayerGate
 from sglang_hc.srt.model.kv_pool import UnsupportedPool
 
 Fill = Callable[[list[torch.Tensor], int, int, int], None]
@@ -37,6 +38,11 @@ class StatePool:
         )
         self.device: torch.device = tensors[0].device
 
+    @property
+    def layout(self) -> EndLayout:
+        """What is kept of them."""
+        return EndLayout(state=self.layers)
+
     def read(self, slot: torch.Tensor) -> Fill:
         """Writes the state of a slot to row `at` of (layers, rows, part bytes) uint8 targets, one
         for each part, of any device."""
@@ -60,6 +66,32 @@ class StatePool:
         for target, source in zip(here, row, strict=True):  # a layer's bytes lie together
             target.copy_(source, non_blocking=True)
         return here
+
+
+class FullLayerGate:
+    """A layer gate of a model whose recurrent layers have no rows: layers have the model's numbers
+    for SGLang's pool, and among those with full attention for us."""
+
+    def __init__(self, gate: LayerGate, pool: HybridLinearKVPool) -> None:
+        self._gate = gate
+        self._numbers = pool.full_attention_layer_id_mapping
+
+    def wait_until(self, layer: int) -> None:
+        number = self._numbers.get(layer)
+        if number is not None:
+            self._gate.wait_until(number)
+
+
+def gate_of(pool: Any, gate: LayerGate) -> LayerGate | FullLayerGate:
+    """What SGLang's `pool` asks before a layer reads."""
+    return FullLayerGate(gate, pool) if type(pool) is HybridLinearKVPool else gate
+
+
+def state_pool(runner: Any) -> StatePool | None:
+    """The states of a model runner; None where it has no recurrent layers. Raises
+    UnsupportedPool."""
+    pool = getattr(runner.req_to_token_pool, "mamba_pool", None)
+    return None if pool is None else StatePool(pool)
 
 
 def _refuse(pool: Any) -> None:

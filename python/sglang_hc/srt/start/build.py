@@ -16,13 +16,14 @@ from typing import Any
 
 from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.direct import DirectRows
+from sglang_hc.capture.ends import EndSaver
 from sglang_hc.capture.saving import DeviceState, HiddenPath
 from sglang_hc.capture.snapshots import Snapshots
 from sglang_hc.config import GIB, ConfigError, HcConfig, shared_directory
 from sglang_hc.device.copy_stream import CopyStream, SideStream, copy_stream_for
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.device.gather_scatter import gather
-from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, EndLayout, StateShape
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
@@ -52,13 +53,14 @@ from sglang_hc.srt.model.model_state import MODEL_STATE, ModelState, refuse_othe
 from sglang_hc.srt.model.projection import by_sglang, fastest_projection, fastest_stream
 from sglang_hc.srt.model.recompute import LayerRecomputer, recomputer_for
 from sglang_hc.srt.model.rotation import checked_rotation
-from sglang_hc.srt.model.state_pool import StatePool
+from sglang_hc.srt.model.state_pool import StatePool, gate_of, state_pool
+from sglang_hc.srt.model.window_pool import WindowPool, full_attention, window_pool
 from sglang_hc.srt.ranks.decisions import ranks_of
 from sglang_hc.srt.ranks.replicas import Place, directories, host_share, place_of
 from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.srt.requests.self_test import is_of_test
 from sglang_hc.srt.scheduling.speculation import draft_layers
-from sglang_hc.srt.start.build_ends import ends_of, states_of
+from sglang_hc.srt.start.build_ends import end_path, ends_of, states_of
 from sglang_hc.srt.tree.audit import Audit, can_audit
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.device_tree import unified_tree
@@ -79,6 +81,7 @@ from sglang_hc.tiers.recording import recorder_of
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
+from sglang_hc.tree.ends import Ends
 from sglang_hc.tree.host_tier import HostTier
 
 logger = logging.getLogger(__name__)
@@ -104,7 +107,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     policy = make_policy(config.eviction, window, pinned=pins)
     ttl = TimeToLive(config.ttl) if config.ttl else None
     host = HostTier(BlockTree(fingerprint), pool.num_slots, policy, ttl)
-    ends = ends_of(config, memory, host, window)
+    ends = ends_of(config, memory, host, window, pins)
     planner = _planner(model, device, counters, ranks)
     disk = _lower_tier(model, pool, fingerprint, host, planner, counters, ranks)
     retention = Retention(host, disk, pins, wanted, ranks.clock)
@@ -118,20 +121,23 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     rules = QueueRules(config.prefetch, config.schedule == "ready-first", _can_meet(model, device))
     hints = wanted if config.eviction == "queue" else None
     copies, side = device.copy_stream, _side_stream(model, device, layout.shape)
-    gathers = parallel.tp_size() > 1
-    ring = StagingRing.sized_for(layout.shape, device.pool.device, copies, gathers)
+    gathers, ends_path = parallel.tp_size() > 1, end_path(device.windows, memory)
+    row = sum(device.windows.rows.part_bytes) if device.windows is not None else 0
+    ring = StagingRing.sized_for(layout.shape, device.pool.device, copies, gathers, row)
     path = RestorePath(
-        pool, device.pool, ring, device.recomputer, side, device.rotation, state.in_turn
+        *(pool, device.pool, ring, device.recomputer, side, device.rotation, state.in_turn),
+        ends_path,
     )
     observer = profile = None
-    if state.cost is not None and ranks.count == 1:
-        # What one rank sees corrects no costs of several, which must decide alike.
+    if state.cost is not None and ranks.count == 1 and ends is None:
+        # What one rank sees corrects no costs of several, which must decide alike; nor what is seen
+        # of layers that differ.
         observer = CostObserver(state.cost, layout, timer_for(copies), copies)
-    restorer = Restorer(host, path, planner, observer, counters, ranks)
+    restorer = Restorer(host, path, planner, observer, counters, ranks, ends)
     compute = ComputeStream.of(runner)
     ahead = PrerestoredBlocks(model.allocator, restorer, compute)
     queue = QueueView(host, disk, window, rules, planner, hints, mover, ahead.drop_unproven)
-    capture = _capture(model, device, memory, host, disk, scatters, ranks)
+    capture = _capture(model, device, memory, host, disk, scatters, ranks, ends)
 
     # What SGLang sees of it.
     if state.cost is not None and config.profile is None and not state.group.rank:
@@ -141,7 +147,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
         *(host, disk, capture, restorer, queue, retention, exact, ranks),
         *(own_errors, recorder, profile, ends),
     )
-    states = states_of(device.states, memory, tiers, device.copy_stream)
+    states = states_of(device.states, memory, tiers, copies)
     order = None
     if config.eviction == "queue" and model.params.eviction_policy.lower() == "lru":
         order = DeviceOrder(fingerprint, wanted)
@@ -150,8 +156,8 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
         audit = Audit(tiers, pool, device.pool, taps, runner, compute, counters, config.audit)
     parts = tiers, model.scheduler, compute, ahead, audit, states
     tree: HcRadixCache = unified_tree(ctx, order, lambda params: HcRadixCache(params, *parts))
-    gate = device.pool.gate(restorer.gate)
-    runner.token_to_kv_pool.register_layer_transfer_counter(gate)
+    kv_pool = runner.token_to_kv_pool
+    kv_pool.register_layer_transfer_counter(gate_of(kv_pool, restorer.gate))
     ctx.tp_worker.register_hicache_layer_transfer_counter(restorer.gate)
     return tree
 
@@ -162,8 +168,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
 @dataclass(frozen=True)
 class Model:
     """A loaded model. runner, params: SGLang's model runner and the parameters of its radix cache.
-    draft: the runner of a draft model; None without one. place: of its scheduler among all.
-    has_states: there are recurrent layers."""
+    draft: the runner of a draft model; None without one. place: of its scheduler among all."""
 
     config: HcConfig
     runner: Any
@@ -172,7 +177,6 @@ class Model:
     scheduler: OwnScheduler
     draft: Any
     place: Place
-    has_states: bool
 
     @property
     def allocator(self) -> Any:
@@ -196,7 +200,7 @@ def _loaded(ctx: Any) -> Model:
     refuse_other_pools(ctx)
     scheduler = BUILDING.get()
     draft, place = scheduler.draft_runner, place_of(runner)
-    return Model(config, runner, ctx.params, state, scheduler, draft, place, ctx.is_hybrid_ssm)
+    return Model(config, runner, ctx.params, state, scheduler, draft, place)
 
 
 # -- the device ----------------------------------------------------------------------------------
@@ -204,17 +208,23 @@ def _loaded(ctx: Any) -> Model:
 
 @dataclass(frozen=True)
 class Device:
-    """The model's device. copy_stream: for copies beside the computation. recomputer: runs the
+    """The model's device. pool: of the layers with full attention. windows, states: of others, None
+    where there are none. copy_stream: for copies beside the computation. recomputer: runs the
     model's first layers; None where it cannot. rotation: takes stored K to new positions; None
-    where nothing moves. exactness: of what may be restored. states: of recurrent layers; None
-    without them."""
+    where nothing moves. exactness: of what may be restored."""
 
     pool: KvPoolRows
+    windows: WindowPool | None
+    states: StatePool | None
     copy_stream: CopyStream
     recomputer: LayerRecomputer | None
     rotation: Rotation | None
     exactness: Exactness
-    states: StatePool | None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all layers have full attention."""
+        return self.windows is None and self.states is None
 
     @property
     def is_gpu(self) -> bool:
@@ -225,13 +235,14 @@ def _device(model: Model) -> Device:
     """The KV pool with the fastest ways to read and write it, and what was proven of it."""
     runner, state = model.runner, model.state
     draft = model.draft.token_to_kv_pool if model.draft is not None else None
-    own = partial(KvPoolRows, runner.token_to_kv_pool, state.layers)
+    whole = runner.token_to_kv_pool
+    own = partial(KvPoolRows, full_attention(whole), state.layers)
     rows = partial(own, columns=columns_of, draft=draft)
-    states = None
+    reach = model.params.sliding_window_size
     try:
         pool = rows()
-        if model.has_states:
-            states = StatePool(runner.req_to_token_pool.mamba_pool)
+        windows = window_pool(whole, model.allocator, reach, runner.page_size)
+        states = state_pool(runner)
     except UnsupportedPool as error:
         raise ConfigError(f"{error}. Add --hc-disable to serve without the tiers") from None
     stage = StartGroup.of_stage()
@@ -242,7 +253,7 @@ def _device(model: Model) -> Device:
     if pool.device.type == "cuda" and state.layers is not None:
         project = fastest_projection(runner, state.layers, model.allocator)
     if state.memory.ring is not None and state.own_plan.kv:
-        layers = state.own_plan.kv_layers
+        layers = state.own_plan.kv_layers if windows is None else range(pool.num_layers)
         read = fastest_gather(pool, layers, model.allocator, state.memory.ring)
     pool = rows(project, read)
     copy_stream = copy_stream_for(pool.device, [*model_streams(runner), *state.memory.streams])
@@ -250,7 +261,7 @@ def _device(model: Model) -> Device:
     if model.config.overflow == "reembed":
         rotation = checked_rotation(runner, state.plan)
     exactness = state.exactness(model.config.restore, pieces)
-    return Device(pool, copy_stream, recomputer, rotation, exactness, states)
+    return Device(pool, windows, states, copy_stream, recomputer, rotation, exactness)
 
 
 # -- blocks and their memory ---------------------------------------------------------------------
@@ -265,8 +276,12 @@ def _layout(model: Model, device: Device) -> tuple[BlockLayout, bytes]:
     hidden_bytes = taps.row_bytes if taps is not None else 0
     shape = StateShape(device.pool.num_layers, hidden_bytes, device.pool.part_bytes, dtype)
     draft, drafted = draft_layers(model.draft, model.params.is_eagle, group)
-    ends = EndLayout(state=device.states.layers) if device.states is not None else None
-    layout = BlockLayout(state.own_plan, shape, draft, ends)
+    plan, ends = state.own_plan, None
+    if device.windows is not None:
+        plan, ends = LayerPlan(0, 0, shape.num_layers), device.windows.layout
+    if device.states is not None:
+        ends = device.states.layout
+    layout = BlockLayout(plan, shape, draft, ends)
     product = []
     if model.config.exact and state.plan.hidden:
         # Hidden states that another product made K and V of do not give those bits here.
@@ -293,8 +308,7 @@ def _host_memory(model: Model, device: Device, layout: BlockLayout) -> HostMemor
         num_slots * BLOCK_TOKENS,
     )
     buffers = SNAPSHOT_BUFFERS if layout.plan.hidden else 0
-    rows = state.memory.sizes.snapshot_rows
-    spec = MemorySpec(layout, num_slots, rows, buffers, end_slots)
+    spec = MemorySpec(layout, num_slots, state.memory.sizes.snapshot_rows, buffers, end_slots)
     try:
         memory = HostMemory(spec)
     except OSError as error:
@@ -363,7 +377,7 @@ def _planner(model: Model, device: Device, counters: Counter[str], ranks: Ranks)
     state = model.state
     # Pages lie in the slots of one block then. Of a draft model rows lie behind their block's.
     alone = BLOCK_TOKENS % model.runner.page_size == 0 and model.draft is None
-    alone = alone and not model.has_states
+    alone = alone and device.whole
     return RestorePlanner(
         state.cost,
         state.plan,
@@ -379,7 +393,7 @@ def _can_meet(model: Model, device: Device) -> bool:
     """Prompts come in chunks, and where bits count a prefill was proven to make those of decoding:
     what is stored of the end of a history may have any computed front before it then. Not tested
     with the stages of a pipeline."""
-    if model.draft is not None or model.state.has_stages or model.has_states:
+    if model.draft is not None or model.state.has_stages or not device.whole:
         return False
     chunk = arguments.pass_sizes(arguments.of(model.runner)).chunk
     return chunk is not None and (device.recomputer is not None or not model.config.exact)
@@ -396,7 +410,7 @@ def _side_stream(model: Model, device: Device, shape: StateShape) -> SideStream 
 
 def _capture(
     model: Model, device: Device, memory: HostMemory, host: HostTier, disk: LowerTier | None,
-    scatters: ScatterQueue, ranks: Ranks,
+    scatters: ScatterQueue, ranks: Ranks, ends: Ends | None,
 ) -> Capture:  # fmt: skip
     """Saving copies in the opposite direction of restoring; a GPU does both at the same time."""
     taken, pool, copies = model.state.memory, memory.pool, device.copy_stream.opposite()
@@ -413,4 +427,8 @@ def _capture(
         if disk is not None and not is_of_test(node.namespace):
             disk.write_through(node)
 
-    return Capture(pool.layout, host, scatters, state, on_ready, ranks.clock)
+    saver = None
+    if ends is not None and memory.ends is not None and device.windows is not None:
+        rows = DirectRows(memory.ends.window, *ways)
+        saver = EndSaver(ends, rows, device.windows.rows, scatters)
+    return Capture(pool.layout, host, scatters, state, on_ready, ranks.clock, saver)

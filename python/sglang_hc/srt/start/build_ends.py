@@ -1,5 +1,4 @@
-"""The second half of assembly for models whose layers do not all have full attention: ends, and what
-moves their parts."""
+"""Assembly for models whose layers do not all have full attention: ends, and what moves them."""
 
 from __future__ import annotations
 
@@ -10,9 +9,12 @@ from sglang_hc.capture.states import StateCapture
 from sglang_hc.config import HcConfig
 from sglang_hc.device.copy_stream import CopyStream
 from sglang_hc.policy.eviction import EvictionPolicy, make_policy
+from sglang_hc.policy.pins import SessionPins
 from sglang_hc.queue.lookahead import LookAhead
+from sglang_hc.restore.path import EndPath
 from sglang_hc.restore.states import StateRestorer
 from sglang_hc.srt.model.state_pool import StatePool
+from sglang_hc.srt.model.window_pool import WindowPool
 from sglang_hc.srt.tree.states import TreeStates
 from sglang_hc.store.host_memory import HostMemory
 from sglang_hc.tiers.tiers import States, Tiers
@@ -25,15 +27,24 @@ STATES_UNDER_WAY = 2
 """States that pass through the device memory of their own on their way to the host."""
 
 
-def ends_of(config: HcConfig, memory: HostMemory, host: HostTier, window: LookAhead) -> Ends | None:
-    """Where paths can be continued; None for everywhere."""
+def ends_of(
+    config: HcConfig, memory: HostMemory, host: HostTier, window: LookAhead, pins: SessionPins
+) -> Ends | None:
+    """Where paths can be continued; None where all layers have full attention."""
     pool = memory.ends
     if pool is None:
         return None
     size = pool.layout.slot_bytes
     logger.info("sglang-hc: %d slots of %.3g MiB for ends", pool.num_slots, size / 2**20)
-    policy: EvictionPolicy[End] = make_policy(config.eviction, window)
+    policy: EvictionPolicy[End] = make_policy(config.eviction, window, pinned=pins)
     return Ends(pool.layout, pool.num_slots, host, policy, window.next_use)
+
+
+def end_path(windows: WindowPool | None, memory: HostMemory) -> EndPath | None:
+    """What rows of sliding windows pass through; None without them."""
+    if memory.ends is None or windows is None:
+        return None
+    return EndPath(memory.ends, windows.rows, windows.numbers)
 
 
 def states_of(

@@ -23,8 +23,8 @@ from sglang_hc.srt.requests.namespaces import keeps_state
 from sglang_hc.srt.requests.pins import pin_request_of
 from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from sglang_hc.srt.tree.audit import Audit
-from sglang_hc.srt.tree.device_tree import DeviceTree
 from sglang_hc.srt.tree.states import TreeStates
+from sglang_hc.srt.tree.window_tree import WindowTree
 from sglang_hc.tiers.forgetting import Answer, Forgetter
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tiers.trace import Recorder
@@ -32,7 +32,7 @@ from sglang_hc.tree.forgetting import Forgetting
 from sglang_hc.tree.identity import Prefix, pack_tokens
 
 
-class CapturingTree(DeviceTree):
+class CapturingTree(WindowTree):
     """The device tree with capture. Its attributes are made by `HcRadixCache`."""
 
     tiers: Tiers
@@ -163,8 +163,13 @@ class CapturingTree(DeviceTree):
         # SGLang gives the row to another request while the forward stream is still busy.
         slots = row.to(torch.int64, copy=True)
         self.compute_stream.will_read(slots)
+        end = None
+        if final or length >= len(fields.prompt_of(req)) // self.page_size * self.page_size:
+            end = self.end_rows(req, length)
+        if end is not None:
+            self.compute_stream.will_read(end.slots)
         with self.compute_stream.entered():
-            self.capture.commit(serial_of(req), kept, slots, final=final)
+            self.capture.commit(serial_of(req), kept, slots, final=final, end=end)
         return kept
 
     def drop(self, req: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -59,6 +59,12 @@ class DeviceTree(SglangTree):
         return False
 
     @property
+    def has_other_state(self) -> bool:
+        """Whether nodes hold more than the slots of their tokens: what layers without full
+        attention need behind them. A path can be continued where a node has all of it."""
+        return len(self.tree_components) > 1
+
+    @property
     def room(self) -> int:
         """Device slots that are free or can be evicted from the tree."""
         return self.free + int(self.tree_core.evictable_size())
@@ -73,15 +79,41 @@ class DeviceTree(SglangTree):
         return self.tree_core.node_by_id(number)
 
     def has(self, key: RadixKey) -> int:
-        """How many of the first positions of a key are on the device. Touches nothing."""
-        return int(self.tree_core.match_full_device_prefix(key)[0])
+        """How many of the first positions of a key are on the device and can be continued there,
+        or a node less. Touches nothing."""
+        if not self.has_other_state:
+            return int(self.tree_core.match_full_device_prefix(key)[0])
+        found = passed = 0
+        valid = [one.create_match_validator(match_device_only=True) for one in self.nodes_hold]
+        for node in self.path_of(key):
+            passed += len(node.key)
+            if all([is_valid(node) for is_valid in valid]):  # each counts the nodes of the path
+                found = passed
+        return found
+
+    @property
+    def nodes_hold(self) -> tuple[Any, ...]:
+        """SGLang's components of the tree."""
+        return tuple(self.components.values())
+
+    def path_of(self, key: RadixKey) -> Iterator[Any]:
+        """The whole nodes of a key's path on the device."""
+        key, node = key.page_aligned(self.page_size), self.node(self.root_node_handle())
+        while len(key):
+            node = node.children.get(key.child_key(self.page_size))
+            if node is None or node.evicted or node.key.match(key, self.page_size) < len(node.key):
+                return
+            yield node
+            key = key[len(node.key) :]
 
     def match(self, theirs: SglangMethod, params: MatchPrefixParams) -> MatchResult:
         """What SGLang's `theirs` finds. A request that waits is matched in many passes; where it
         would find what it found before, the tree is not walked again."""
         req = params.req
-        if self.supports_mamba():
-            return theirs(params)
+        if self.has_other_state:
+            return theirs(
+                params
+            )  # a node that is there may have lost what else is needed behind it
         known: MatchResult | None = getattr(req, MATCHED, None)
         if known is not None and self._would_find(known, params.key):
             self.node(known.last_device_node).last_access_time = get_and_increase_time_counter()
@@ -136,16 +168,13 @@ class DeviceTree(SglangTree):
 
     def drop_state(self, number: int) -> None:
         """Take the state of recurrent layers from an unlocked node, whose slots stay."""
-        result = BaseEvictionResult()
-        component = self.components[ComponentType.MAMBA]
+        gone = BaseEvictionResult()
         self.tree_core._evict_component_and_detach_lru(
-            self.node(number),
-            component,
-            device_frees=result.device_frees,
-            host_frees=result.host_frees,
-            cache_actions=result.cache_actions,
-        )
-        self._apply_eviction_result(result)
+            self.node(number), self.components[ComponentType.MAMBA],
+            device_frees=gone.device_frees, host_frees=gone.host_frees,
+            cache_actions=gone.cache_actions,
+        )  # fmt: skip
+        self._apply_eviction_result(gone)
 
     def drop_last_block(self, path: Prefix) -> None:
         """Take out what begins with the last block of a path, but for what is locked."""
@@ -178,7 +207,7 @@ class DeviceTree(SglangTree):
 
 
 def _is_locked(node: Any) -> bool:
-    return bool(node.component(ComponentType.FULL).lock_ref)
+    return any(data.lock_ref for data in node.component_data)
 
 
 def _leaves_first(tops: list[Any]) -> list[Any]:
