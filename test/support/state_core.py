@@ -1,17 +1,116 @@
-"""SGLang's engine with recurrent layers on a CPU, and a conversation with it."""
+"""SGLang's engine with recurrent layers on a CPU, and a conversation of two turns with it."""
 
 from __future__ import annotations
 
-from typing import Any
+from array import array
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
 
 from support import state_kernels
-from support.core import Core
-from support.prompts import SMALL
+from support.core import Core, Reply
+from support.prompts import SMALL, prompt
 
 STATES = "--max-mamba-cache-size", "24", "--max-running-requests", "4"
+"""A request that runs needs three states, and one that it began with is the tree's."""
+
+PROMPT, MORE = prompt("state", 300), prompt("more", 90)
+KEPT = 320
+"""Tokens up to the last state of the first turn: the prompt has one at 256, the reply at 320."""
 
 
 def engine(model: str, *flags: str, **options: Any) -> Core:
     """model: path of one of `state_model`."""
     state_kernels.use()
     return Core(*SMALL, *STATES, *flags, model=model, **options)
+
+
+def history(first: list[int]) -> list[int]:
+    """The prompt of the second turn, given the reply to the first."""
+    return [*PROMPT, *first, *MORE]
+
+
+def on_device(core: Core, tokens: list[int]) -> list[torch.Tensor]:
+    """What the device has behind the last state of a prompt: K and V of all tokens before, and the
+    state, as bytes of all layers."""
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+    tree = core.tree
+    found = tree.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens[:KEPT]), None)))
+    node = found.last_device_node
+    slots = tree.path_device_indices(node).long()
+    pool = core.scheduler.token_to_kv_pool_allocator.get_kvcache()
+    state = tree.tree_core.get_component_device_value(node, ComponentType.MAMBA)
+    assert state is not None and len(slots) == KEPT, f"{len(slots)} tokens are on the device"
+    cache = pool.mamba_pool.mamba_cache
+    parts = [*cache.conv, cache.temporal]
+    rows = [*pool.full_kv_pool.k_buffer, *pool.full_kv_pool.v_buffer]
+    return [*(row[slots].clone() for row in rows), *(part[:, state].clone() for part in parts)]
+
+
+class Told(NamedTuple):
+    """Both replies. same: whether the device had the same bytes before and after."""
+
+    first: list[int]
+    second: Reply
+    same: bool
+    stats: dict[str, Any]
+
+
+def never_evicted(model: str, *flags: str) -> list[list[int]]:
+    """The replies of SGLang alone, which keeps states as often."""
+    core = engine(model, *flags, "--hc-disable", "--mamba-track-interval", "64")
+    first = core.ask(PROMPT, 24).tokens
+    return [first, core.ask(history(first), 24).tokens]
+
+
+def evicted(model: str, *flags: str, spoil: Callable[[Core], None] | None = None) -> Told:
+    """Others write over everything on the device between the turns. spoil: is called before, with
+    what is in host memory."""
+    core = engine(model, *flags)
+    first = core.ask(PROMPT, 24).tokens
+    told = history(first)
+    before = on_device(core, told)
+    core.push_out()
+    if spoil is not None:
+        spoil(core)
+    second = core.ask(told, 24)
+    core.settle()
+    same = all(map(torch.equal, before, on_device(core, told)))
+    return Told(first, second, same, core.tree.stats())
+
+
+def ends(core: Core) -> list[Any]:
+    """End parts of the first turn, by their length."""
+    known = core.tree.tiers.host.tree.nodes(lambda name: name is None)
+    path = max((node.path() for node in known), key=len)
+    return [node.end for node in path if node.end is not None]
+
+
+def copy_state(core: Core, source: Any, target: Any) -> None:
+    """Have one end part the bytes of another; None: none at all."""
+    core.tree.tiers.drain()
+    for part in core.tree.tiers.states.restorer.rows:
+        part[target.slot] = 0 if source is None else part[source.slot]
+
+
+def stale(core: Core) -> None:
+    """The state of an earlier place of the path."""
+    earlier, last = ends(core)
+    copy_state(core, earlier, last)
+
+
+def another(core: Core) -> None:
+    """The state of somebody else."""
+    _, last = ends(core)
+    others = core.tree.tiers.host.tree.nodes(lambda name: name is not None)
+    copy_state(core, next(node.end for node in others if node.end is not None), last)
+
+
+def missing(core: Core) -> None:
+    """No state at all."""
+    _, last = ends(core)
+    copy_state(core, None, last)

@@ -41,7 +41,7 @@ class StateRestorer:
     ) -> None:
         """rows: `EndPool.state`. copies: knows when compute work is over."""
         self._ends = ends
-        self._rows = [torch.from_numpy(part) for part in rows]
+        self.rows = [torch.from_numpy(part) for part in rows]
         self._sink = sink
         self._copies = copies
         self._counters = counters
@@ -53,7 +53,7 @@ class StateRestorer:
         is submitted later. The part is pinned until it is there."""
         self._ends.pin((part,))
         try:
-            self._sink.write([rows[part.slot] for rows in self._rows], slot)
+            self._sink.write([rows[part.slot] for rows in self.rows], slot)
         except Exception:
             self._ends.unpin((part,))
             raise
