@@ -12,6 +12,7 @@ from functools import partial
 from sglang_hc.capture.direct import DirectRows
 from sglang_hc.capture.snapshots import Fill
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.ends import Stay
 from sglang_hc.store.executor import RowSpan
 from sglang_hc.store.scatter_queue import ScatterQueue
 from sglang_hc.tree.ends import Ends
@@ -33,7 +34,7 @@ class StateCapture:
         self._scatters = scatters
         self.counters: Counter[str] = Counter()
 
-    def wants(self, path: Prefix) -> bool:
+    def wants(self, path: Prefix, stay: Stay) -> bool:
         """Whether a state behind this path can be kept, and is not. Counts why not."""
         if path.num_tokens % BLOCK_TOKENS or not path.num_tokens:
             self.counters["states_inside_blocks"] += 1
@@ -43,13 +44,14 @@ class StateCapture:
             self.counters["states_without_blocks"] += 1
             return False
         if self._ends.has(match.nodes[-1]):
-            self._ends.used(match.nodes[-1])
+            self._ends.begin(match.nodes, stay=stay)  # it is worth its bytes that long, too
             return False
         return True
 
-    def keep(self, path: Prefix, read: Fill) -> None:
-        """The state behind a path that `wants` was true for, which `read` gives as one row."""
-        parts = self._ends.begin(self._host.tree.match(path).nodes)
+    def keep(self, path: Prefix, read: Fill, stay: Stay) -> None:
+        """The state behind a path that `wants` was true for, which `read` gives as one row. stay:
+        how long it is worth its bytes."""
+        parts = self._ends.begin(self._host.tree.match(path).nodes, stay=stay)
         if parts is None:
             self.counters["states_without_room"] += 1
             return

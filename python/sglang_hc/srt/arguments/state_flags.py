@@ -33,6 +33,13 @@ SWITCHES = {
 """Arguments of SGLang that are refused beside recurrent layers, and why."""
 
 
+def begin(args: Any) -> None:
+    """Before SGLang's choices for a model: have it keep states so, whatever it would choose for a
+    schedule without overlap."""
+    if asked(args, "mamba_radix_cache_strategy") == "auto" and arguments.can_keep_states(args):
+        choose(args, "mamba_radix_cache_strategy", STRATEGY)
+
+
 def settle(args: Any) -> None:
     """Behind SGLang's choices for a model: have it keep states where paths can be continued. Raises
     ConfigError where it cannot. Nothing for a model without recurrent layers."""

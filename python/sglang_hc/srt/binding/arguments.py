@@ -18,6 +18,7 @@ from sglang.srt.arg_groups.overrides import (
     model_config_of,
     resolution_result,
     resolving_view,
+    supports_mamba_cache_extra_buffer,
 )
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, Phase, with_phase
 from sglang.srt.runtime_context import get_context
@@ -63,6 +64,12 @@ def keep_options(args: Any, options: dict[str, Any]) -> None:
 def kept_options(args: Any) -> dict[str, Any] | None:
     """What `keep_options` put there; None where nobody asked for the tiers."""
     return getattr(args, "_hc_config", None)
+
+
+def can_keep_states(args: Any) -> bool:
+    """Whether the model has recurrent layers that can leave states within a prefill."""
+    config = model_config_of(args).hf_config
+    return bool(supports_mamba_cache_extra_buffer(resolving_view(args), config))
 
 
 def state_chunk(args: Any) -> int:

@@ -266,6 +266,12 @@ def go_on_with_state(req: Any, own: torch.Tensor | None, source: torch.Tensor) -
     req.kv.mamba_needs_clear = False
 
 
+def branch_of(req: Any) -> int | None:
+    """Tokens behind which it leaves a state in its prefill, because others go on otherwise there;
+    None where nobody is known to."""
+    return req.mamba_branching_seqlen
+
+
 def tracked_state(tree: Any, req: Any) -> tuple[int, torch.Tensor] | None:
     """The last place at which it left a state since the tree took one, in tokens, and that state's
     slot, (1,) int64; None for none."""

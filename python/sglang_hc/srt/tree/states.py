@@ -19,6 +19,8 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, Ma
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.ends import Stay
 from sglang_hc.policy.restore_plan import Reason, RestorePlan
 from sglang_hc.srt.binding import fields
 from sglang_hc.srt.model.state_pool import StatePool
@@ -55,27 +57,32 @@ class TreeStates:
     def keep_of_tree(self, tree: Any, req: Any) -> None:
         """The tree has taken what a request computed: the state at the end of that is kept, if the
         tree got one."""
-        core = tree.tree_core
-        node = fields.prefix_node(req)
-        slot = core.get_component_device_value(node, ComponentType.MAMBA)
-        if slot is not None:
-            self._keep(tree, req, fields.tokens_in_tree(req), slot)
+        node, tokens = fields.prefix_node(req), fields.tokens_in_tree(req)
+        slot = tree.tree_core.get_component_device_value(node, ComponentType.MAMBA)
+        if slot is None:
+            return
+        stay = Stay.REPLY
+        if tokens == fields.branch_of(req):
+            stay = Stay.SHARED
+        elif not fields.is_over(req) and tokens > len(fields.prompt_of(req)) - BLOCK_TOKENS:
+            stay = Stay.PROMPT
+        self._keep(tree, req, tokens, slot, stay)
 
     def keep_of_request(self, tree: Any, req: Any) -> None:
         """A request gives up its slots, and the tree takes none of them: its last state is kept."""
         tracked = fields.tracked_state(tree, req)
         if tracked is not None:
-            self._keep(tree, req, *tracked)
+            self._keep(tree, req, *tracked, Stay.REPLY)
 
-    def _keep(self, tree: Any, req: Any, tokens: int, slot: torch.Tensor) -> None:
+    def _keep(self, tree: Any, req: Any, tokens: int, slot: torch.Tensor, stay: Stay) -> None:
         """slot: (1,) that of the state behind the first `tokens` tokens of a request."""
         path = Prefix(fields.namespace_of(req), pack_tokens(fields.first_ids(req, tokens)))
-        if not self._capture.wants(path):
+        if not self._capture.wants(path, stay):
             return
         slot = slot.clone()  # SGLang may give the slot, or this number, to another request
         tree.compute_stream.will_read(slot)
         with tree.compute_stream.entered():
-            self._capture.keep(path, self._pool.read(slot))
+            self._capture.keep(path, self._pool.read(slot), stay)
 
     def track_branch(self, result: MatchResult, known: int) -> MatchResult:
         """A match, whose request leaves a state where it leaves the path that was known before, so
