@@ -22,6 +22,7 @@ from sglang_hc.queue.mover import BlockMover
 from sglang_hc.queue.prefetch import Prefetcher
 from sglang_hc.queue.requests import QueuedPrompt, Serial
 from sglang_hc.queue.sources import Sources
+from sglang_hc.store.ends_below import EndsBelow
 from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.tree.host_tier import HostTier
 
@@ -55,10 +56,12 @@ class QueueView:
         priority: RetentionPriority | None = None,
         mover: BlockMover | None = None,
         on_met: Callable[[], object] = lambda: None,
+        ends: EndsBelow | None = None,
     ) -> None:
         """costs: what fetching and recomputing take on this machine. priority: told to the disk;
         None leaves it to evict by age. mover: over the same disk; None where state does not move
-        to new positions. on_met: called at the end of each meeting, see `Meetings`."""
+        to new positions. on_met: called at the end of each meeting, see `Meetings`. ends: below the
+        host tier; None where paths need none."""
         self._host = host
         self._disk = disk
         self._mover = mover
@@ -73,7 +76,7 @@ class QueueView:
         """Numbers that only grow."""
         self.meetings = Meetings(host.tree, costs, self.counters, now, on_met)
         met = self.meetings if rules.can_meet else None
-        self.sources = Sources(host, disk, mover, self.requests, met, now)
+        self.sources = Sources(host, disk, mover, self.requests, met, now, ends)
         mode = rules.prefetch if self._can_fetch else "off"
         slots = host.num_slots, disk.capacity if disk is not None else 0
         self._prefetcher = Prefetcher(window, self.sources, costs, slots, mode, self.counters)
@@ -84,6 +87,8 @@ class QueueView:
         """Blocks on their way into host memory."""
         if below is not None:
             below.coming.subscribe(self._came, self._lost)
+        if ends is not None:
+            ends.subscribe(self._end_came)
         if disk is not None and priority is not None:
             priority.subscribe(self._changed.update)
 
@@ -179,6 +184,13 @@ class QueueView:
             record = self.requests[request]
             record.loaded_tokens += blocks * loaded
             record.restore_seconds = None
+
+    def _end_came(self, name: bytes, has_end: bool) -> None:
+        """The end parts that somebody waits for have come, or will not."""
+        if has_end:
+            self._ended((name,), 0)
+        else:
+            self._prefetcher.fail(name)
 
     def _lost(self, block_id: bytes) -> None:
         if self._mover is not None:
