@@ -7,8 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_hc.store import ends_below
+from sglang_hc.store import ends_below, lower_tier
 from sglang_hc.store.outcome import Outcome
+from sglang_hc.tree.forgetting import Forgetting
 from support.ends_world import STATE, WINDOW, EndsWorld
 from support.examples import examples
 from support.host import path_of
@@ -143,12 +144,13 @@ def test_a_slot_that_a_read_may_still_write_gets_no_new_owner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The disk hangs; its answer comes after all."""
-    monkeypatch.setattr(ends_below, "DRAIN_S", 0.0)
+    for module in (lower_tier, ends_below):
+        monkeypatch.setattr(module, "DRAIN_S", 0.0)
     world = EndsWorld(STATE, end_slots=2)
     world.end("ab")
     world.forget_host()
     world.ask("ab")
-    world.below.drain()
+    world.disk.drain()
     world.check()
     assert world.parts.counts["disk_read_stuck"] == 1
     assert world.ends.free_slots == 1 and world.ends.stage() is not None
@@ -207,7 +209,7 @@ def test_the_weights_changed() -> None:
     world = EndsWorld()
     world.end("abcd")
     world.forget_host()
-    world.below.disown()
+    world.disk.disown()
     request = world.ask("abcd")
     assert world.ready(request) and not world.parts.moves
     world.end("xy")
@@ -219,7 +221,7 @@ def test_ends_that_are_forgotten_do_not_come() -> None:
     world.end("abcd")
     world.forget_host()
     world.ask("abcd")
-    world.below.forget(lambda namespace: namespace is None)
+    world.below.give_up(lambda namespace: namespace is None)
     world.settle()
     assert world.deepest("abcd") == 0 and world.ends.free_slots == 12
 
@@ -229,9 +231,10 @@ def test_parts_of_erased_blocks_are_erased() -> None:
     world.end("abcd")
     world.settle()
     answers: list[object] = []
-    world.below.erase(None, world.path("abcd"), answers.extend)
+    world.disk.erase(Forgetting(None), path_of("abcd").block_ids, answers.append)
     world.settle()
-    assert not world.parts.held() and len(answers) == 1
+    world.poll()  # parts before blocks
+    assert not world.parts.held() and not world.blocks.held() and len(answers) == 1
 
 
 class BelowMachine(RuleBasedStateMachine):
@@ -297,7 +300,7 @@ class BelowMachine(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.world.disk.coming.give_up_all()
-        self.world.below.give_up_all()
+        self.world.below.give_up()
         self.world.host.clear()
 
     @invariant()
@@ -309,7 +312,7 @@ class BelowMachine(RuleBasedStateMachine):
         self.world.settle()
         for request in list(self.world.waiting):
             self.world.queue.left(request)
-        self.world.below.give_up_all()
+        self.world.below.give_up()
         self.world.host.clear()
         self.world.check()
         assert self.world.ends.free_slots == self.END_SLOTS, "a slot was lost"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -46,7 +47,7 @@ class EndsWorld:
         parts_io: Callable[[EndPool], BlockIo] | None = None,
     ) -> None:
         """blocks_io, parts_io: what is below; None for fakes in memory."""
-        self.clock = Clock(0.0)
+        self.clock = Clock(time.monotonic())
         self.window = LookAhead()
         self.host = host_tier(slots, make_policy("queue", self.window))
         policy: EvictionPolicy[End] = make_policy("queue", self.window)
@@ -57,9 +58,8 @@ class EndsWorld:
         self.disk = LowerTier(blocks_io or self.blocks, self.host, self.clock)
         below = self.parts if parts_io is None else parts_io(self.pool)
         self.below = EndsBelow(below, self.ends, self.host, self.disk.coming, self.clock)
-        self.queue = QueueView(
-            self.host, self.disk, self.window, QueueRules(), costs, ends=self.below
-        )
+        self.disk.ends = self.below
+        self.queue = QueueView(self.host, self.disk, self.window, QueueRules(), costs)
         self.waiting: list[int] = []
         self._numbers = itertools.count(1)
 
@@ -126,7 +126,6 @@ class EndsWorld:
 
     def poll(self) -> None:
         self.disk.poll()
-        self.below.poll()
 
     def settle(self) -> None:
         """Whatever is under way ends well."""
@@ -153,7 +152,7 @@ class EndsWorld:
 
     def part_id(self, word: str) -> bytes:
         """Identity of the part of a word's last block."""
-        return self.below.part_id(path_of(word), len(word) - 1)
+        return self.below.part_id(path_of(word).block_ids[-1])
 
 
 def _as_host_pool(pool: EndPool) -> HostPool:

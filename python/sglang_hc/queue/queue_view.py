@@ -22,7 +22,6 @@ from sglang_hc.queue.mover import BlockMover
 from sglang_hc.queue.prefetch import Prefetcher
 from sglang_hc.queue.requests import QueuedPrompt, Serial
 from sglang_hc.queue.sources import Sources
-from sglang_hc.store.ends_below import EndsBelow
 from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.tree.host_tier import HostTier
 
@@ -56,12 +55,10 @@ class QueueView:
         priority: RetentionPriority | None = None,
         mover: BlockMover | None = None,
         on_met: Callable[[], object] = lambda: None,
-        ends: EndsBelow | None = None,
     ) -> None:
         """costs: what fetching and recomputing take on this machine. priority: told to the disk;
         None leaves it to evict by age. mover: over the same disk; None where state does not move
-        to new positions. on_met: called at the end of each meeting, see `Meetings`. ends: below the
-        host tier; None where paths need none."""
+        to new positions. on_met: called at the end of each meeting, see `Meetings`."""
         self._host = host
         self._disk = disk
         self._mover = mover
@@ -76,7 +73,7 @@ class QueueView:
         """Numbers that only grow."""
         self.meetings = Meetings(host.tree, costs, self.counters, now, on_met)
         met = self.meetings if rules.can_meet else None
-        self.sources = Sources(host, disk, mover, self.requests, met, now, ends)
+        self.sources = Sources(host, disk, mover, self.requests, met, now)
         mode = rules.prefetch if self._can_fetch else "off"
         slots = host.num_slots, disk.capacity if disk is not None else 0
         self._prefetcher = Prefetcher(window, self.sources, costs, slots, mode, self.counters)
@@ -87,8 +84,8 @@ class QueueView:
         """Blocks on their way into host memory."""
         if below is not None:
             below.coming.subscribe(self._came, self._lost)
-        if ends is not None:
-            ends.subscribe(self._end_came)
+        if disk is not None and disk.ends is not None:
+            disk.ends.subscribe(self._end_came)
         if disk is not None and priority is not None:
             priority.subscribe(self._changed.update)
 

@@ -37,16 +37,15 @@ class Sources:
         requests: RequestTable,
         meetings: Meetings | None,
         clock: Callable[[], float],
-        ends: EndsBelow | None = None,
     ) -> None:
-        """meetings: None where no history is met. ends: below; None where paths need none."""
+        """meetings: None where no history is met."""
         self._host = host
         self.in_host = host.has
         self._disk = disk
         self._mover = mover
         self._requests = requests
         self._meetings = meetings
-        self._ends = ends
+        self._ends = None if disk is None else disk.ends
         self._now = clock
         below = disk if disk is not None else mover
         self.coming: Collection[bytes] = () if below is None else below.coming.block_ids

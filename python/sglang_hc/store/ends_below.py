@@ -1,7 +1,7 @@
 """Ends below the host tier: end parts are written there once, and come back with their blocks.
 
-    write    a part whose bytes are in place is written, as a block of its own: its identity is its
-             block's under the fingerprint of end parts (`forms.EndLayout.fingerprint`)
+    write    a part whose bytes are in place is written, as a block of its own without tokens, which
+             continues its block, under the fingerprint of end parts (`forms.EndLayout.fingerprint`)
     find     the last end of a path that can be had: of each block that it needs the part is in host
              memory or below
     fetch    the parts that host memory lacks are read into staged slots, while the blocks come;
@@ -33,7 +33,7 @@ from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.ends import End, EndPart, Ends
 from sglang_hc.tree.forgetting import Forgetting
 from sglang_hc.tree.host_tier import HostTier
-from sglang_hc.tree.identity import BlockPath, block_id, root_id
+from sglang_hc.tree.identity import BlockPath, block_id
 from sglang_hc.tree.promotions import Promotions
 
 logger = logging.getLogger(__name__)
@@ -80,8 +80,7 @@ class _Fetch:
 
 
 class EndsBelow:
-    """Writes end parts through, and fetches ends again. What it has of `BlockIo` by the same name
-    is that."""
+    """Writes end parts through, and fetches ends again. A part of `LowerTier.ends`."""
 
     def __init__(
         self,
@@ -111,7 +110,7 @@ class EndsBelow:
         """Slots by the tickets of operations that were given up and not answered since."""
         self._erasures = Erasures(io)
         self._on_ended: list[Callable[[bytes, bool], object]] = []
-        self.counters, self.levels = io.counts, io.levels
+        self.counters = io.counts
         ends.on_ready = self.write_through
         coming.subscribe(lambda block_ids: self._go_on(), self._block_lost)
 
@@ -120,27 +119,21 @@ class EndsBelow:
         path has it now."""
         self._on_ended.append(on_ended)
 
-    def part_id(self, path: BlockPath, number: int) -> bytes:
-        """Identity of the end part of a block of a path."""
-        return block_id(self._name, self._above(path, number), path.prefix.block(number))
-
-    def _above(self, path: BlockPath, number: int) -> bytes:
-        if number:
-            return path.block_ids[number - 1]
-        return root_id(self._host.tree.fingerprint, path.prefix.namespace)
+    def part_id(self, name: bytes) -> bytes:
+        """Identity of the end part of the block with this identity."""
+        return block_id(self._name, name, b"")
 
     # -- write through ---------------------------------------------------------------------------
 
     def write_through(self, part: EndPart) -> None:
         """The bytes of a part are in place: write it, unless it came from below."""
-        node, parent = part.node, part.node.parent
-        if not self._usable or parent is None or not self._is_kept(node.namespace):
+        node, name = part.node, self.part_id(part.node.block_id)
+        if not self._usable or part.source is not SourceTier.HOST or not self._io.wants(name):
             return
-        name = block_id(self._name, parent.block_id, node.tokens)
-        if part.source is not SourceTier.HOST or not self._io.wants(name):
+        if not self._is_kept(node.namespace):
             return
         label, position = clip_label(node.namespace or ""), len(node.path()) - 1
-        block = Block(name, parent.block_id, label, position, node.tokens)
+        block = Block(name, node.block_id, label, position, b"")
         ticket = next(self._tickets)
         self._io.write(ticket, block, part.slot, self._now() + WRITE_DEADLINE_S)
         self._ends.pin((part,))
@@ -156,7 +149,7 @@ class EndsBelow:
         asked = 0
         for blocks in range(known, max(usable, known - LOOKED_BACK), -1):
             lacking = self._lacking(nodes, blocks)
-            names = [self.part_id(path, number) for number in lacking]
+            names = [self.part_id(path.block_ids[number]) for number in lacking]
             if names[0] in self._fetches or self._contains(names):
                 return FoundEnd(blocks, usable, tuple(lacking))
             if asked < ASKED and self._usable:
@@ -173,7 +166,7 @@ class EndsBelow:
         blocks are in host memory or on their way there."""
         if not found.lacking:
             return None
-        name = self.part_id(path, found.blocks - 1)
+        name = self.part_id(path.block_ids[found.blocks - 1])
         if name in self._fetches:
             return name
         nodes = self._ready(path, found.blocks)
@@ -195,18 +188,14 @@ class EndsBelow:
         for number, slot in slots.items():
             ticket = next(self._tickets)
             self._reads[ticket] = fetch, slot
-            self._io.read(ticket, self.part_id(path, number), slot, deadline)
+            self._io.read(ticket, self.part_id(path.block_ids[number]), slot, deadline)
         return name
 
     def touch(self, path: Sequence[BlockNode]) -> None:
-        """A path was used: so were the parts of its last end."""
+        """A path of whole blocks was used: so were the parts of its last end."""
         parts = self._ends.parts(path, self._ends.deepest(path))
-        above = [(part.node.parent, part.node.tokens) for part in parts]
-        names = [
-            block_id(self._name, up.block_id, tokens) for up, tokens in above if up is not None
-        ]
-        if names:
-            self._io.touch(names)
+        if parts:
+            self._io.touch([self.part_id(part.node.block_id) for part in parts])
 
     # -- upkeep ----------------------------------------------------------------------------------
 
@@ -219,6 +208,11 @@ class EndsBelow:
         """Whether answers are on their way."""
         return bool(self._moving or len(self._erasures))
 
+    def levels(self) -> dict[str, int]:
+        """Numbers that go up and down."""
+        kept = {name: n for name, n in self._io.levels().items() if name.endswith("_blocks")}
+        return {name.replace("_blocks", "_end_parts"): n for name, n in kept.items()}
+
     def drain(self) -> None:
         """Wait until nothing is on its way to a slot or from one, for at most DRAIN_S; see
         `LowerTier.drain`."""
@@ -226,33 +220,28 @@ class EndsBelow:
         while self._moving:
             self.poll()
             if self._moving and time.monotonic() >= until:
-                self._give_up()
+                self._move_no_more()
                 return
             time.sleep(0.001)
 
-    def give_up_all(self) -> None:
-        """No path gets an end that is on its way."""
-        for fetch in list(self._fetches.values()):
-            self._lose(fetch)
-
-    def disown(self) -> None:
-        """The weights changed: see `LowerTier.disown`."""
-        self.drain()
-        self._usable = False
-
-    def forget(self, names: Callable[[str | None], bool]) -> None:
+    def give_up(self, names: Callable[[str | None], bool] = lambda namespace: True) -> None:
         """Paths of namespaces that `names` is true for get no end that is on its way."""
         for fetch in list(self._fetches.values()):
             if names(fetch.path.prefix.namespace):
                 self._lose(fetch)
 
-    def erase(self, what: Forgetting | None, paths: Iterable[BlockNode], ended: Ended) -> None:
-        """As `LowerTier.erase`. paths: blocks whose parts may be below, for a store that knows them
-        by name alone."""
-        above = [(node.parent, node.tokens) for node in paths]
-        names = [
-            block_id(self._name, up.block_id, tokens) for up, tokens in above if up is not None
-        ]
+    def disown(self) -> None:
+        """The weights changed: see `LowerTier.disown`."""
+        self.drain()
+        self.give_up()
+        self._usable = False
+
+    def erase(self, what: Forgetting | None, block_ids: Sequence[bytes], ended: Ended) -> None:
+        """As `LowerTier.erase`, of the parts of these blocks. Ends that are on their way do not
+        come."""
+        if what is not None:
+            self.give_up(what.names)
+        names = [self.part_id(name) for name in block_ids]
         writes = {
             ticket
             for ticket, part in self._writes.items()
@@ -379,7 +368,7 @@ class EndsBelow:
         for listener in self._on_ended:
             listener(fetch.name, has_end)
 
-    def _give_up(self) -> None:
+    def _move_no_more(self) -> None:
         slots = {ticket: self._slot_of(ticket) for ticket in (*self._writes, *self._reads)}
         logger.error("sglang-hc: given up: %d end parts not read or written in time", len(slots))
         tier = SourceTier.DISK.value
