@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sglang_hc.forms import BLOCK_TOKENS, EndLayout, StateLayers, WindowLayers
+from sglang_hc.policy.ends import Stay
 from sglang_hc.policy.eviction import EvictionPolicy, LruPolicy, make_policy
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.tree.block_tree import BlockNode
@@ -32,7 +33,8 @@ class World:
         self.ready: list[EndPart] = []
         policy: EvictionPolicy[End] = make_policy("queue", self.window)
         next_use = self.window.next_use
-        self.ends = Ends(layout, end_slots, self.host, policy, next_use, self.ready.append)
+        self.ends = Ends(layout, end_slots, self.host, policy, next_use)
+        self.ends.on_ready = self.ready.append
 
     def keep(self, word: str) -> list[BlockNode]:
         """The path of a word, each letter of which is a block."""
@@ -42,9 +44,9 @@ class World:
     def path(self, word: str) -> list[BlockNode]:
         return list(self.host.tree.match(Prefix(None, tokens_of(word))).nodes)
 
-    def end(self, word: str) -> list[EndPart]:
+    def end(self, word: str, stay: Stay = Stay.REPLY) -> list[EndPart]:
         """A path with an end, all parts of which are written."""
-        parts = self.ends.begin(self.keep(word))
+        parts = self.ends.begin(self.keep(word), stay=stay)
         assert parts is not None
         for part in parts:
             self.ends.written(part)
@@ -157,22 +159,67 @@ def test_an_end_of_the_same_path_makes_room_first() -> None:
     world.end("y")
     assert world.deepest("x") == 1, "the oldest, but the only end of its path"
     assert world.deepest("abcde") == 4 and world.deepest("abc") == 0 and world.ends.evicted == 1
-    world.end("yz")  # the next turn of the path takes the place of its own last one
+    world.end("yz")  # the next turn takes the place of its own last one
     assert world.deepest("x") == 1 and world.deepest("abcd") == 4 and world.deepest("yz") == 2
 
 
-def test_an_end_before_a_branch_is_needed_by_the_other_one() -> None:
+def test_an_end_that_paths_share_stays_while_it_is_used() -> None:
     world = World(STATE, end_slots=3)
-    for word in ("ab", "abcd", "abxy"):
-        world.end(word)
-    world.end("z")
-    assert world.deepest("ab") == 0, "least recently used"
-    world = World(STATE, end_slots=3)
-    for word in ("ab", "abcd", "abxy"):
+    world.end("ab", Stay.SHARED)
+    for word in ("abcd", "abxy"):
         world.end(word)
     world.ends.used(world.path("ab")[-1])
     world.end("z")
     assert world.deepest("abcd") == 2 and world.deepest("abxy") == 4
+
+
+def test_a_reply_that_its_conversation_has_left_makes_room_first() -> None:
+    """The next turn repeats the reply in other words, so it goes on behind the prompt."""
+    world = World(STATE, end_slots=4)
+    world.end("x")
+    world.end("ab", Stay.PROMPT)
+    world.end("abcd")
+    world.end("abyy", Stay.PROMPT)
+    world.end("abyyz")
+    assert world.deepest("abx") == 0 and world.deepest("abcd") == 4
+    world.end("abyyzwv", Stay.PROMPT)  # the result of a tool: the conversation goes on
+    assert world.deepest("abcd") == 0 and world.deepest("abyyz") == 5
+    world.end("abyyzwvu")
+    assert world.deepest("abyyz") == 4, "the reply goes, and the prompt of the turn stays"
+    world.end("abyyt", Stay.PROMPT)
+    world.end("abyyts")
+    assert world.deepest("abyyt") == 5 and world.deepest("abyyts") == 6 and world.deepest("x") == 1
+
+
+def test_first_prompts_stay_where_other_conversations_have_left_their_replies() -> None:
+    for leaves in (False, True):
+        world = World(STATE, end_slots=3)
+        world.end("ab", Stay.PROMPT)
+        world.end("abcd")
+        world.end("abyy" if leaves else "abcde", Stay.PROMPT)
+        world.end("m", Stay.PROMPT)
+        world.end("mn")
+        world.end("o")
+        assert world.deepest("mx") == (1 if leaves else 0)
+
+
+def test_an_end_that_is_used_again_is_not_outlived() -> None:
+    world = World(STATE, end_slots=3)
+    for word in ("x", "ab", "abcd"):
+        world.end(word)
+    world.ends.used(world.path("ab")[-1])
+    world.end("y")
+    assert world.deepest("x") == 0 and world.deepest("abc") == 2
+
+
+def test_an_end_is_needed_again_when_what_came_later_has_left() -> None:
+    world = World(STATE, end_slots=3)
+    for word in ("x", "ab", "abcd"):
+        world.end(word)
+    world.host.drop(world.path("abcd")[-1])
+    world.end("y")
+    world.end("z")
+    assert world.deepest("x") == 0 and world.deepest("ab") == 2
 
 
 def test_what_waiting_requests_need_leaves_last() -> None:
@@ -256,15 +303,15 @@ class EndsMachine(RuleBasedStateMachine):
     def publish(self, word: str) -> None:
         keep(self.host, tokens_of(word))
 
-    @rule(which=st.integers(0, 9), own=st.booleans())
-    def begin(self, which: int, own: bool) -> None:
+    @rule(which=st.integers(0, 9), own=st.booleans(), stay=st.sampled_from(Stay))
+    def begin(self, which: int, own: bool, stay: Stay) -> None:
         node = self.some_node(which)
         if node is None:
             return
         path = node.path()
         number = len(path) - 1
         staged = {number: self.staged[-1]} if own and self.staged else {}
-        parts = self.ends.begin(path, staged)
+        parts = self.ends.begin(path, staged, stay=stay)
         if parts is None:
             return
         assert self.ends.has(node)
@@ -294,6 +341,8 @@ class EndsMachine(RuleBasedStateMachine):
             path = node.path()
             parts = self.ends.parts(path, self.ends.deepest(path))
             self.ends.pin(parts)
+            if parts:
+                self.ends.used(parts[-1].node)
             self.read += [(part, part.slot) for part in parts]
 
     @precondition(lambda self: self.read)

@@ -11,9 +11,9 @@ An end is a block behind which a path is meant to be continued. It needs the end
 long as an end needs it and its block is in the tree. A path can be continued behind each block
 whose parts are all ready (`deepest`), by whichever ends they were kept.
 
-When slots run out, an end leaves that a later end of the same path, with no branch between, makes
-needless; else the one that the eviction policy names. Metadata only: whoever begins an end writes
-the bytes of its parts, and says when they are in place.
+When slots run out, ends leave first that are outlived: the path has a later end, or whoever made it
+has left it (`Stay`). Then those that the eviction policy names. Metadata only: whoever begins an
+end writes the bytes of its parts, and says when they are in place.
 """
 
 from __future__ import annotations
@@ -22,13 +22,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from sglang_hc.forms import EndLayout
+from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.policy.ends import Stay
 from sglang_hc.policy.eviction import EvictionPolicy, IsProtected
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.slots import Slots
 
 LOOKED_AT = 64
-"""Ends that later ones seem to make needless, of which so many are looked at for one slot."""
+"""Outlived ends of which so many are looked at for one slot."""
+
+
+LEAVING = 64
+"""Prompts for which it counts that one before them has left the reply to its conversation."""
 
 
 class EndPart:
@@ -36,16 +42,18 @@ class EndPart:
 
     node: the block; it may have left the tree. slot: in the pool of end parts; -1 once it is free.
     ready: the bytes are complete, and the block is in the tree. pins: who reads or writes the slot,
-    which is not used again meanwhile. ends: those that need it.
+    which is not used again meanwhile. ends: those that need it. source: the tier below that its
+    bytes came from; HOST for what was computed here.
     """
 
-    __slots__ = ("ends", "node", "pins", "ready", "slot")
+    __slots__ = ("ends", "node", "pins", "ready", "slot", "source")
 
     def __init__(self, node: BlockNode, slot: int) -> None:
         self.node = node
         self.slot = slot
         self.ready = False
         self.pins = 0
+        self.source = SourceTier.HOST
         self.ends: set[End] = set()
 
 
@@ -53,16 +61,17 @@ class End:
     """A block behind which its path is meant to be continued. What an eviction policy sees of it is
     that of a block without others above or below it.
 
-    parts: all that it needs, in path order.
+    parts: all that it needs, in path order. stay: how long it is worth them.
     """
 
-    __slots__ = ("block_id", "node", "parts")
+    __slots__ = ("block_id", "node", "parts", "stay")
 
     parent = None
     is_leaf = True
 
-    def __init__(self, node: BlockNode) -> None:
+    def __init__(self, node: BlockNode, stay: Stay) -> None:
         self.node = node
+        self.stay = stay
         self.block_id = node.block_id
         self.parts: list[EndPart] = []
 
@@ -88,23 +97,26 @@ class Ends:
         host: HostTier,
         policy: EvictionPolicy[End],
         next_use: Callable[[bytes], float | None] = lambda block_id: None,
-        on_ready: Callable[[EndPart], object] = lambda part: None,
     ) -> None:
         """next_use: rank of the first waiting request that needs a block, smaller is sooner; None
-        for nobody. on_ready: told of every part that has been written."""
+        for nobody."""
         if num_slots < layout.blocks:
             raise ValueError(f"an end needs {layout.blocks} slots, got {num_slots}")
         self.layout = layout
         self.num_slots = num_slots
         self._next_use = next_use
-        self._on_ready = on_ready
+        self.on_ready: Callable[[EndPart], object] = lambda part: None
+        """Told of every part whose bytes are in its slot."""
         self._slots = Slots(num_slots)
         self.withhold, self.give_back = self._slots.withhold, self._slots.give_back
         self.unstage = self._slots.unstage
         self._policy = policy
         self._ends: dict[BlockNode, End] = {}
-        self._older: dict[End, None] = {}
-        """Ends whose path had a later one at some time, in the order in which they had it."""
+        self._outlived: dict[End, BlockNode | None] = {}
+        """Ends that are not worth their bytes any more, by what came after them: a later end, or
+        another path; the longest outlived first."""
+        self._leaving = 0
+        """For so many prompts more it counts that one has left the path of its conversation."""
         self._detached: set[EndPart] = set()
         """Parts that nobody needs any more, until their last pin ends."""
         self.evicted = 0
@@ -151,6 +163,7 @@ class Ends:
         end = self._ends.get(node)
         if end is not None:
             self._policy.access([end])
+            self._outlived.pop(end, None)
 
     # -- make ------------------------------------------------------------------------------------
 
@@ -166,6 +179,8 @@ class Ends:
         path: Sequence[BlockNode],
         staged: Mapping[int, int] | None = None,
         is_protected: IsProtected[End] | None = None,
+        *,
+        stay: Stay = Stay.REPLY,
     ) -> list[EndPart] | None:
         """The last block of a path is to be an end. path: whole blocks of the tree, from the first
         one on.
@@ -179,13 +194,15 @@ class Ends:
         assert node.is_full and node.parent is not None
         known = self._ends.get(node)
         if known is not None:
+            known.stay = max(known.stay, stay)
             self._policy.access([known])
             return []
-        first, end = self._first(len(path)), End(node)
+        first, end = self._first(len(path)), End(node, stay)
         for one in path[first:]:
             if one.end is not None:
                 one.end.ends.add(end)  # stays while room is made for the others
         fresh = {n: -1 for n in range(first, len(path)) if path[n].end is None}
+        self._outlive(end)
         if not self._fill(fresh, staged or {}, is_protected, node):
             for one in path[first:]:
                 if one.end is not None:
@@ -204,7 +221,7 @@ class Ends:
         """All bytes of a part that `begin` gave out are in its slot."""
         if part.ends:
             part.ready = True
-            self._on_ready(part)
+            self.on_ready(part)
         self.unpin((part,))
 
     def failed(self, part: EndPart) -> None:
@@ -244,7 +261,9 @@ class Ends:
         assert sum(len(part.ends) for part in parts) == sum(
             len(end.parts) for end in self._ends.values()
         )
-        assert len(self._policy) == len(self._ends) and self._older.keys() <= {*self._ends.values()}
+        assert len(self._policy) == len(self._ends) and self._outlived.keys() <= {
+            *self._ends.values()
+        }
 
     # -- inner parts -----------------------------------------------------------------------------
 
@@ -257,8 +276,7 @@ class Ends:
         is_protected: IsProtected[End] | None, node: BlockNode,
     ) -> bool:  # fmt: skip
         """Give each of these numbers of blocks a slot. False, and none has one, where there is no
-        room. node: the end to be, which may make earlier ones of its path needless."""
-        self._note_earlier(node)
+        room. node: the end to be."""
         own: list[int] = []
         for number in fresh:
             slot = staged.get(number)
@@ -274,15 +292,29 @@ class Ends:
             self._slots.hold(slot)
         return True
 
-    def _note_earlier(self, node: BlockNode) -> None:
-        """The nearest end before this block, with no branch between, may not be needed any more."""
-        above = node.parent
-        while above is not None and len(above.children or ()) == 1:
-            end = self._ends.get(above)
-            if end is not None:
-                self._older[end] = None
-                return
-            above = above.parent
+    def _outlive(self, end: End) -> None:
+        """What is not worth its bytes any more when this becomes an end of its path: the one before
+        it; and, where the path leaves another one behind that, the ends of that one."""
+        below, above = end.node, end.node.parent
+        while above is not None and above not in self._ends:
+            below, above = above, above.parent
+        before = None if above is None else self._ends[above]
+        if above is None or before is None or before.stay is Stay.SHARED:
+            if end.stay is Stay.PROMPT and self._leaving:
+                end.stay = Stay.LASTING  # the first prompt of a conversation, as others are
+            return
+        left = [child for child in above.children or () if child is not below]
+        if end.stay is Stay.PROMPT:
+            self._leaving = LEAVING if left else max(0, self._leaving - 1)
+            if left:
+                end.stay = Stay.LASTING
+        if before.stay < Stay.LASTING or end.stay >= Stay.LASTING:
+            self._outlived[before] = end.node
+        for child in left:
+            for node in child.branch():
+                found = self._ends.get(node)
+                if found is not None and found.stay is not Stay.SHARED:
+                    self._outlived[found] = None
 
     def _evict(
         self, is_protected: IsProtected[End] | None, coming: BlockNode | None = None
@@ -299,11 +331,10 @@ class Ends:
     def _victims(
         self, is_protected: IsProtected[End] | None, coming: BlockNode | None
     ) -> Iterator[End]:
-        for end in list(islice(self._older, LOOKED_AT)):
-            later = self._later(end, coming)
-            if later is None:
-                del self._older[end]
-            elif not end.pins and self._replaces(later, end.node):
+        for end, later in list(islice(self._outlived.items(), LOOKED_AT)):
+            if later is not None and later is not coming and later not in self._ends:
+                del self._outlived[end]
+            elif not end.pins and self._may_leave(end, later):
                 yield end
         for end in self._policy.victims():
             if is_protected is None or not is_protected(end):
@@ -311,20 +342,13 @@ class Ends:
             elif self._policy.by_need:
                 return
 
-    def _later(self, end: End, coming: BlockNode | None) -> BlockNode | None:
-        """The next end of the only path that continues this one; None where it branches before."""
-        node, below = end.node, end.node.children or ()
-        while len(below) == 1:
-            node = below[0]
-            if node in self._ends or node is coming:
-                return node
-            below = node.children or ()
-        return None
-
-    def _replaces(self, later: BlockNode, node: BlockNode) -> bool:
-        """Whether who waits to continue behind `node` can do so further on as well."""
-        use, later_use = self._next_use(node.block_id), self._next_use(later.block_id)
-        return use is None or (later_use is not None and later_use <= use)
+    def _may_leave(self, end: End, later: BlockNode | None) -> bool:
+        """Whether nobody waits to continue behind this end who could not do so further on."""
+        use = self._next_use(end.block_id)
+        if use is None or later is None:
+            return use is None
+        later_use = self._next_use(later.block_id)
+        return later_use is not None and later_use <= use
 
     def _block_gone(self, node: BlockNode) -> None:
         """A block with an end part has left the tree."""
@@ -339,7 +363,7 @@ class Ends:
     def _drop(self, end: End) -> None:
         del self._ends[end.node]
         self._policy.remove(end)
-        self._older.pop(end, None)
+        self._outlived.pop(end, None)
         for part in end.parts:
             self._leave(part, end)
 
