@@ -33,7 +33,8 @@ class World:
         self.ready: list[EndPart] = []
         policy: EvictionPolicy[End] = make_policy("queue", self.window)
         next_use = self.window.next_use
-        self.ends = Ends(layout, end_slots, self.host, policy, next_use, self.ready.append)
+        self.ends = Ends(layout, end_slots, self.host, policy, next_use)
+        self.ends.on_ready = self.ready.append
 
     def keep(self, word: str) -> list[BlockNode]:
         """The path of a word, each letter of which is a block."""

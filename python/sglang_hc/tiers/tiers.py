@@ -93,6 +93,8 @@ class Tiers:
             origins = [node.moved.origin for node in nodes if node.moved is not None]
             self.disk.touch([*tree.identities(prefix), *origins])
             self.disk.save_again(nodes)
+            if self.disk.ends is not None:
+                self.disk.ends.touch([node for node in nodes if node.is_full])
         if pin is not None:
             self.retention.pin_if_possible(prefix, *pin)
 

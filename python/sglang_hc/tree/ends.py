@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from sglang_hc.forms import EndLayout
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.ends import Stay
 from sglang_hc.policy.eviction import EvictionPolicy, IsProtected
 from sglang_hc.tree.block_tree import BlockNode
@@ -41,16 +42,18 @@ class EndPart:
 
     node: the block; it may have left the tree. slot: in the pool of end parts; -1 once it is free.
     ready: the bytes are complete, and the block is in the tree. pins: who reads or writes the slot,
-    which is not used again meanwhile. ends: those that need it.
+    which is not used again meanwhile. ends: those that need it. source: the tier below that its
+    bytes came from; HOST for what was computed here.
     """
 
-    __slots__ = ("ends", "node", "pins", "ready", "slot")
+    __slots__ = ("ends", "node", "pins", "ready", "slot", "source")
 
     def __init__(self, node: BlockNode, slot: int) -> None:
         self.node = node
         self.slot = slot
         self.ready = False
         self.pins = 0
+        self.source = SourceTier.HOST
         self.ends: set[End] = set()
 
 
@@ -94,16 +97,16 @@ class Ends:
         host: HostTier,
         policy: EvictionPolicy[End],
         next_use: Callable[[bytes], float | None] = lambda block_id: None,
-        on_ready: Callable[[EndPart], object] = lambda part: None,
     ) -> None:
         """next_use: rank of the first waiting request that needs a block, smaller is sooner; None
-        for nobody. on_ready: told of every part that has been written."""
+        for nobody."""
         if num_slots < layout.blocks:
             raise ValueError(f"an end needs {layout.blocks} slots, got {num_slots}")
         self.layout = layout
         self.num_slots = num_slots
         self._next_use = next_use
-        self._on_ready = on_ready
+        self.on_ready: Callable[[EndPart], object] = lambda part: None
+        """Told of every part whose bytes are in its slot."""
         self._slots = Slots(num_slots)
         self.withhold, self.give_back = self._slots.withhold, self._slots.give_back
         self.unstage = self._slots.unstage
@@ -218,7 +221,7 @@ class Ends:
         """All bytes of a part that `begin` gave out are in its slot."""
         if part.ends:
             part.ready = True
-            self._on_ready(part)
+            self.on_ready(part)
         self.unpin((part,))
 
     def failed(self, part: EndPart) -> None:

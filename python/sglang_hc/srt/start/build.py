@@ -245,6 +245,11 @@ def _device(model: Model) -> Device:
         states = state_pool(runner)
     except UnsupportedPool as error:
         raise ConfigError(f"{error}. Add --hc-disable to serve without the tiers") from None
+    if windows is not None and model.config.overflow == "reembed":
+        raise ConfigError(
+            "--hc-overflow reembed: what layers with sliding windows keep does not move to other "
+            "positions; use --hc-overflow recompute"
+        )
     stage = StartGroup.of_stage()
     recomputer, pieces = recomputer_for(
         model.config, runner, pool, model.allocator, state.own_plan, state.memory.taps, stage
