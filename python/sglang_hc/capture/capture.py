@@ -188,6 +188,8 @@ class Capture:
         stage ends. Until then the partial last block is kept as a copy, because the request goes on
         writing to its own slot.
         """
+        if self._layout.ends is not None:  # nobody can go on inside a block
+            kept = kept.up_to(kept.num_tokens // BLOCK_TOKENS)
         match = self._tier.tree.match(kept)
         if match.tokens < kept.num_tokens:
             self._tier.pin(match.nodes)  # making room must not take the path we extend
