@@ -200,6 +200,8 @@ class Capture:
         writing to its own slot. end: what is needed to go on behind the last whole block; None
         where nobody will.
         """
+        if self._layout.ends is not None:  # nobody can go on inside a block
+            kept = kept.up_to(kept.num_tokens // BLOCK_TOKENS)
         match = self._tier.tree.match(kept)
         if match.tokens < kept.num_tokens:
             self._tier.pin(match.nodes)  # making room must not take the path we extend
