@@ -150,9 +150,8 @@ def refusal(model: str, *flags: str) -> str:
             ("--mamba-radix-cache-strategy", "no_buffer", PLAIN),
             "it keeps states where requests end, and not where blocks do",
         ),
-        (("--enable-linear-replayssm",), "a part of each state is in steps that are not in it yet"),
         (("--hc-forms", "recompute:1,kv:1"), "is not among the families whose first layers"),
-        (("--hc-overflow", "reembed"), "state does not move"),
+        (("--hc-overflow", "reembed"), "a state has no tokens that move"),
     ],
 )
 def test_what_cannot_be_right_is_refused(model: str, flags: tuple[str, ...], why: str) -> None:

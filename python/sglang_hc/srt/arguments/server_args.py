@@ -217,7 +217,7 @@ def settled(args: Any, previous: Step) -> None:
             offload_flags.refuse_modes(args)
     previous(args)
     if config is not None:
-        state_flags.settle(args)
+        state_flags.settle(args, config)
 
 
 STEPS: dict[str, Callable[[Any, Step], None]] = {

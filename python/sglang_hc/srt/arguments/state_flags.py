@@ -12,7 +12,7 @@ import logging
 from math import lcm
 from typing import Any
 
-from sglang_hc.config import ConfigError
+from sglang_hc.config import ConfigError, HcConfig
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.srt.binding import arguments
 from sglang_hc.srt.binding.arguments import asked, choose
@@ -24,14 +24,6 @@ STRATEGY = "extra_buffer"
 
 INTERVAL = "mamba_track_interval"
 
-SWITCHES = {
-    "speculative_algorithm": "states behind proposed tokens were not tested",
-    "enable_linear_replayssm": "a part of each state is in steps that are not in it yet",
-    "enable_linear_replayssm_spec": "a part of each state is in steps that are not in it yet",
-    "enable_int8_mamba_checkpoint": "states of another type than the model's were not tested",
-}
-"""Arguments of SGLang that are refused beside recurrent layers, and why."""
-
 
 def begin(args: Any) -> None:
     """Before SGLang's choices for a model: have it keep states so, whatever it would choose for a
@@ -40,16 +32,21 @@ def begin(args: Any) -> None:
         choose(args, "mamba_radix_cache_strategy", STRATEGY)
 
 
-def settle(args: Any) -> None:
+def settle(args: Any, config: HcConfig) -> None:
     """Behind SGLang's choices for a model: have it keep states where paths can be continued. Raises
     ConfigError where it cannot. Nothing for a model without recurrent layers."""
     if not asked(args, "uses_mamba_radix_cache"):
         return
-    for name, why in SWITCHES.items():
-        if asked(args, name):
-            raise _refusal(f"--{name.replace('_', '-')}", why, "leave it out")
-    if asked(args, "pp_size") > 1:
-        raise _refusal("--pp-size above 1", "stages were not tested with them", "leave it out")
+    refused = {
+        "--speculative-algorithm": (
+            asked(args, "speculative_algorithm"), "states behind proposed tokens were not tested"
+        ),
+        "--pp-size above 1": (asked(args, "pp_size") > 1, "stages were not tested with them"),
+        "--hc-overflow reembed": (config.overflow == "reembed", "a state has no tokens that move"),
+    }  # fmt: skip
+    for what, (wrong, why) in refused.items():
+        if wrong:
+            raise _refusal(what, why, "leave it out")
     strategy = asked(args, "mamba_radix_cache_strategy")
     if strategy != STRATEGY:
         raise _refusal(

@@ -156,8 +156,6 @@ class CapturingTree(WindowTree):
         return session, pin.ttl_s
 
     def commit(self, req: Any, tokens: array[int], length: int, final: bool) -> Prefix:
-        if self.states is not None:
-            length = length // BLOCK_TOKENS * BLOCK_TOKENS  # there is no state inside a block
         kept = Prefix(fields.namespace_of(req), pack_tokens(tokens[:length]))
         row = self.req_to_token_pool.req_to_token[fields.row_of(req), :length]
         # SGLang gives the row to another request while the forward stream is still busy.
