@@ -166,6 +166,35 @@ def test_nobody_reads_what_was_promised_in_vain(model: str, once: Once) -> None:
 # -- below host memory ----------------------------------------------------------------------------
 
 
+def first_turn(model: str, *flags: str) -> list[int]:
+    core = engine(model, *flags)
+    reply = core.ask(PROMPT, 24)
+    core.settle()
+    return reply.tokens
+
+
+def second_turn(model: str, first: list[int], *flags: str) -> tuple[Reply, dict[str, Any]]:
+    core = engine(model, *flags)
+    reply = core.ask(history(first), 24)
+    core.settle()
+    return reply, core.tree.stats()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("below", [on_disk, in_directory, in_store])
+@pytest.mark.parametrize("flags", [(), PAGES])
+def test_the_next_server_goes_on(
+    model: str, once: Once, tmp_path: Path, flags: tuple[str, ...],
+    below: Callable[[object], tuple[str, ...]],
+) -> None:  # fmt: skip
+    wanted = once(never_evicted, model, *flags)
+    flags = *flags, *below(tmp_path)
+    first = run_in_child(first_turn, model, *flags)
+    second, _ = run_in_child(second_turn, model, first, *flags)
+    assert [first, second.tokens] == wanted
+    assert second.storage == KEPT
+
+
 # -- others beside --------------------------------------------------------------------------------
 
 

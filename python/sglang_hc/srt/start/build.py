@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,12 +18,11 @@ from sglang_hc.capture.direct import DirectRows
 from sglang_hc.capture.ends import EndSaver
 from sglang_hc.capture.saving import DeviceState, HiddenPath
 from sglang_hc.capture.snapshots import Snapshots
-from sglang_hc.config import GIB, ConfigError, HcConfig, shared_directory
+from sglang_hc.config import GIB, ConfigError, HcConfig
 from sglang_hc.device.copy_stream import CopyStream, SideStream, copy_stream_for
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.device.gather_scatter import gather
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
-from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
 from sglang_hc.policy.planner import RestorePlanner
@@ -39,7 +37,6 @@ from sglang_hc.restore.prerestored import PrerestoredBlocks
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt.arguments.server_args import config_of
-from sglang_hc.srt.arguments.storage_backends import remote_key, remote_store
 from sglang_hc.srt.binding import arguments, parallel
 from sglang_hc.srt.engine import in_place
 from sglang_hc.srt.engine.guard import counters as own_errors
@@ -56,26 +53,19 @@ from sglang_hc.srt.model.rotation import checked_rotation
 from sglang_hc.srt.model.state_pool import StatePool, gate_of, state_pool
 from sglang_hc.srt.model.window_pool import WindowPool, full_attention, window_pool
 from sglang_hc.srt.ranks.decisions import ranks_of
-from sglang_hc.srt.ranks.replicas import Place, directories, host_share, place_of
+from sglang_hc.srt.ranks.replicas import Place, host_share, place_of
 from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.srt.requests.self_test import is_of_test
 from sglang_hc.srt.scheduling.speculation import draft_layers
 from sglang_hc.srt.start.build_ends import end_path, ends_of, states_of
+from sglang_hc.srt.start.stores import lower_tier
 from sglang_hc.srt.tree.audit import Audit, can_audit
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.device_tree import unified_tree
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
-from sglang_hc.store.block_io import BlockIo, LocalBlockIo
-from sglang_hc.store.chain import Chain
-from sglang_hc.store.disk import DirectoryError, DiskStore, StoredModel, Upkeep
-from sglang_hc.store.disk.format import part_of
-from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.executor import ThreadExecutor
 from sglang_hc.store.host_memory import HostMemory, MemorySpec, divided
-from sglang_hc.store.host_pool import HostPool
-from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.lower_tier import LowerTier
-from sglang_hc.store.read_watch import not_observed
 from sglang_hc.store.scatter_queue import ScatterQueue
 from sglang_hc.tiers.recording import recorder_of
 from sglang_hc.tiers.retention import Retention
@@ -109,7 +99,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     host = HostTier(BlockTree(fingerprint), pool.num_slots, policy, ttl)
     ends = ends_of(config, memory, host, window, pins)
     planner = _planner(model, device, counters, ranks)
-    disk = _lower_tier(model, pool, fingerprint, host, planner, counters, ranks)
+    disk = lower_tier(model, memory, fingerprint, host, planner, counters, ranks, ends)
     retention = Retention(host, disk, pins, wanted, ranks.clock)
 
     # What moves them: to host memory for waiting requests, to the device, and from there.
@@ -322,56 +312,6 @@ def _host_memory(model: Model, device: Device, layout: BlockLayout) -> HostMemor
     if memory.ends is not None:
         device.copy_stream.pin(memory.ends.buffer)
     return memory
-
-
-# -- below host memory ---------------------------------------------------------------------------
-
-
-def _lower_tier(
-    model: Model, pool: HostPool, fingerprint: bytes, host: HostTier, planner: RestorePlanner,
-    counters: Counter[str], ranks: Ranks,
-) -> LowerTier | None:  # fmt: skip
-    """What lies below the host tier: disk, a remote store, both, or nothing. Raises ConfigError."""
-    below: BlockIo | None = None
-    for own in _stores(model, pool, fingerprint, counters):
-        capacity = model.state.group.least(own.capacity)
-        one = KnownBlocks(ranks.blocks(own, capacity), ranks.clock)
-        below = one if below is None else Chain(below, one)
-    if below is None:
-        return None
-    costs, seconds = planner.costs, planner.block_read_seconds
-    on_read = partial(costs.observe_read, planner.plan) if costs is not None else not_observed
-    return LowerTier(below, host, ranks.clock, on_read, ranks.pause, seconds)
-
-
-def _stores(
-    model: Model, pool: HostPool, fingerprint: bytes, counters: Counter[str]
-) -> Iterator[LocalBlockIo]:
-    """Those of `--hc-disk` and `--hc-remote`, of this rank's parts of blocks."""
-    config, place = model.config, model.place
-    label, chunks = arguments.served_name(arguments.of(model.runner)), pool.layout.chunks()
-    part, upkeep = part_of(fingerprint, place.part), Upkeep(config.ttl or None)
-    stored = partial(StoredModel.of, chunks, fingerprint, label, part)
-
-    def opened(flag: str, paths: Sequence[str], tier: SourceTier, key: Any = None) -> DiskThreads:
-        try:
-            folders = directories(paths, place)
-            store = DiskStore.open(folders, stored(key), upkeep)
-        except DirectoryError as error:
-            raise ConfigError(str(error).replace("--hc-disk", flag)) from None
-        except OSError as error:
-            raise ConfigError(f"{flag}: {error}") from None
-        where = ", ".join(folder.path for folder in folders)
-        logger.info("sglang-hc: %s tier in %s", tier.value, where)
-        return DiskThreads(store, pool, counters, tier=tier)
-
-    if config.disk:
-        yield opened("--hc-disk", config.disk, SourceTier.DISK)
-    shared = shared_directory(config)
-    if shared is not None:
-        yield opened("--hc-remote file", [shared], SourceTier.REMOTE, remote_key(config))
-    elif config.remote is not None:
-        yield remote_store(config, pool, stored(remote_key(config)), counters)
 
 
 # -- restoring and saving ------------------------------------------------------------------------
