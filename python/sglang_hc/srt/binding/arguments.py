@@ -233,7 +233,7 @@ def has_radix_cache(args: Any) -> bool:
 
 def has_states(args: Any) -> bool:
     """Whether the model has recurrent layers, whose states SGLang's tree keeps."""
-    return _now(args, "uses_mamba_radix_cache")
+    return bool(_now(args, "uses_mamba_radix_cache"))
 
 
 def may_have_adapters(args: Any) -> bool:

@@ -154,6 +154,7 @@ def refuse_other_pools(ctx: Any) -> None:
     for kind, what in (
         (ctx.is_dsa, "a sparse-attention index"),
         (ctx.is_hybrid_swa, "sliding windows that have a pool of their own"),
+        (ctx.is_hybrid_ssm, "recurrent layers"),
     ):
         if kind and speculates:
             raise ConfigError(
