@@ -260,10 +260,12 @@ def _centre(module_name: str, module: nn.Module, name: str) -> float:
     kind = type(module).__name__
     minus_one = kind.startswith("Gemma") and not kind.startswith("Gemma4")
     if name != "weight" or "Norm" not in kind or minus_one:
-        return 0.0  # Gemma up to 3 stores the weights of its norms minus one
-    if module_name.endswith(("q_norm", "k_norm")):  # see _gain: query and key
-        return 0.7 if kind.startswith("Gemma4") else 2.0  # Gemma 4 does not scale their product
-    return 4.0 if kind.startswith("Gemma4") and module_name.endswith("post_attention_layernorm") else 1.0
+        return 0.0  # Gemma stores the weights of its norms minus one, up to Gemma 3
+    last, is_fourth = module_name.rsplit(".", 1)[-1], kind.startswith("Gemma4")
+    if last in {"q_norm", "k_norm"}:  # see _gain: query and key
+        return 0.7 if is_fourth else 2.0  # Gemma 4 does not scale their product
+    # Gemma 4 has a norm behind what attention adds.
+    return 4.0 if is_fourth and last == "post_attention_layernorm" else 1.0
 
 
 def _embedding_std(model: nn.Module) -> float:

@@ -174,18 +174,18 @@ def built_with(algorithm: str = "NONE", **kinds: bool) -> Any:
     return SimpleNamespace(**none | kinds, tp_worker=worker)
 
 
-@pytest.mark.parametrize("kind", ["is_hybrid_swa", "is_hybrid_ssm"])
-def test_state_outside_the_pool_is_refused(kind: str) -> None:
+def test_state_outside_the_pool_is_refused() -> None:
     refuse_other_pools(built_with())
     with pytest.raises(ConfigError, match=r"outside the KV pool.*--hc-disable"):
-        refuse_other_pools(built_with(**{kind: True}))
+        refuse_other_pools(built_with(is_hybrid_ssm=True))
 
 
-def test_an_index_is_served_but_not_for_proposed_tokens() -> None:
-    refuse_other_pools(built_with(is_dsa=True))
+@pytest.mark.parametrize("kind", ["is_dsa", "is_hybrid_swa"])
+def test_an_index_and_windows_are_served_but_not_for_proposed_tokens(kind: str) -> None:
+    refuse_other_pools(built_with(**{kind: True}))
     refuse_other_pools(built_with("NGRAM"))
     with pytest.raises(ConfigError, match=r"--speculative-algorithm.*--hc-disable"):
-        refuse_other_pools(built_with("NGRAM", is_dsa=True))
+        refuse_other_pools(built_with("NGRAM", **{kind: True}))
 
 
 def test_the_page_says_what_the_package_needs() -> None:

@@ -150,6 +150,11 @@ def committed_tokens(req: Any) -> int:
     return req.kv.kv_committed_len
 
 
+def prompt_tokens(req: Any) -> int:
+    """Tokens that its client sent."""
+    return len(req.origin_input_ids)
+
+
 def computed_prompt_tokens(req: Any) -> int:
     """Tokens of its prompt that were not cached when it was first admitted."""
     return len(req.origin_input_ids) - req.cached_tokens

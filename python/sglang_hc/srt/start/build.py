@@ -40,7 +40,7 @@ from sglang_hc.srt.arguments.server_args import config_of
 from sglang_hc.srt.binding import arguments, parallel
 from sglang_hc.srt.engine import in_place
 from sglang_hc.srt.engine.guard import counters as own_errors
-from sglang_hc.srt.engine.scheduler import BUILDING, OwnScheduler
+from sglang_hc.srt.engine.scheduler import BUILDING
 from sglang_hc.srt.engine.streams import ComputeStream, model_streams
 from sglang_hc.srt.model.capture_memory import SNAPSHOT_BUFFERS
 from sglang_hc.srt.model.columns import columns_of
@@ -52,10 +52,11 @@ from sglang_hc.srt.model.recompute import LayerRecomputer, recomputer_for
 from sglang_hc.srt.model.rotation import checked_rotation
 from sglang_hc.srt.model.window_pool import WindowPool, full_attention, window_pool
 from sglang_hc.srt.ranks.decisions import ranks_of
-from sglang_hc.srt.ranks.replicas import Place, host_share, place_of
+from sglang_hc.srt.ranks.replicas import host_share, place_of
 from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.srt.requests.self_test import is_of_test
 from sglang_hc.srt.scheduling.speculation import draft_layers
+from sglang_hc.srt.start.model import Model
 from sglang_hc.srt.start.stores import lower_tier
 from sglang_hc.srt.tree.audit import Audit, can_audit
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
@@ -63,7 +64,6 @@ from sglang_hc.srt.tree.device_tree import unified_tree
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.store.executor import ThreadExecutor
 from sglang_hc.store.host_memory import HostMemory, MemorySpec, divided
-from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.store.scatter_queue import ScatterQueue
 from sglang_hc.tiers.recording import recorder_of
@@ -152,25 +152,6 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
 # -- what SGLang loaded --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Model:
-    """A loaded model. runner, params: SGLang's model runner and the parameters of its radix cache.
-    draft: the runner of a draft model; None without one. place: of its scheduler among all."""
-
-    config: HcConfig
-    runner: Any
-    params: Any
-    state: ModelState
-    scheduler: OwnScheduler
-    draft: Any
-    place: Place
-
-    @property
-    def allocator(self) -> Any:
-        """SGLang's allocator of device slots."""
-        return self.params.token_to_kv_pool_allocator
-
-
 def _loaded(ctx: Any) -> Model:
     """What SGLang and `after_load_model` left; refuses what the tiers cannot serve."""
     missing = in_place.missing()
@@ -195,8 +176,8 @@ def _loaded(ctx: Any) -> Model:
 
 @dataclass(frozen=True)
 class Device:
-    """The model's device. pool: of the layers with full attention. windows: of the others, None where
-    there are none. copy_stream: for copies beside the computation. recomputer: runs the
+    """The model's device. pool: of the layers with full attention. windows: of the others; None
+    without. copy_stream: for copies beside the computation. recomputer: runs the
     model's first layers; None where it cannot. rotation: takes stored K to new positions; None
     where nothing moves. exactness: of what may be restored."""
 

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_hc.config import ConfigError, shared_directory
 from sglang_hc.policy.cost_model import SourceTier
@@ -16,6 +16,7 @@ from sglang_hc.srt.arguments.storage_backends import remote_key, remote_store
 from sglang_hc.srt.binding import arguments
 from sglang_hc.srt.ranks.replicas import directories
 from sglang_hc.srt.requests.self_test import is_of_test
+from sglang_hc.srt.start.model import Model
 from sglang_hc.store.block_io import BlockIo, LocalBlockIo
 from sglang_hc.store.chain import Chain
 from sglang_hc.store.disk import DirectoryError, DiskStore, StoredModel, Upkeep
@@ -28,9 +29,6 @@ from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.store.read_watch import not_observed
 from sglang_hc.tree.ends import Ends
 from sglang_hc.tree.host_tier import HostTier
-
-if TYPE_CHECKING:
-    from sglang_hc.srt.start.build import Model
 
 logger = logging.getLogger(__name__)
 

@@ -155,9 +155,7 @@ class CapturingTree(WindowTree):
         # SGLang gives the row to another request while the forward stream is still busy.
         slots = row.to(torch.int64, copy=True)
         self.compute_stream.will_read(slots)
-        end = None
-        if final or length >= len(fields.prompt_of(req)) // self.page_size * self.page_size:
-            end = self.end_rows(req, length)
+        end = self.end_rows(req, length)
         if end is not None:
             self.compute_stream.will_read(end.slots)
         with self.compute_stream.entered():

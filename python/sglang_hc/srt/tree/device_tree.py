@@ -109,7 +109,9 @@ class DeviceTree(SglangTree):
         would find what it found before, the tree is not walked again."""
         req = params.req
         if self.has_other_state:
-            return theirs(params)  # a node that is there may have lost what else is needed behind it
+            return theirs(
+                params
+            )  # a node that is there may have lost what else is needed behind it
         known: MatchResult | None = getattr(req, MATCHED, None)
         if known is not None and self._would_find(known, params.key):
             self.node(known.last_device_node).last_access_time = get_and_increase_time_counter()

@@ -96,9 +96,7 @@ class RestoringTree(CapturingTree):
             if grown.ranges:
                 first = len(blocks) - len(parts)
                 window = WindowRows(parts, first, grown.ranges, grown.windows)
-            restoration = Restoration(
-                tuple(blocks), grown.there, stop, grown.slots, window=window
-            )
+            restoration = Restoration(tuple(blocks), grown.there, stop, grown.slots, window=window)
             self._queue_one(restoration, grown.node)
         except Exception:
             restorer.unqueue(queued)

@@ -89,27 +89,26 @@ class WindowTree(DeviceTree):
         theirs(kv, ranges)
 
     def end_rows(self, req: Any, length: int) -> EndRows | None:
-        """What is needed to go on behind the last whole block of the first `length` tokens of a
-        request, as much of it as is there; None where there is no whole block."""
-        stop = length // BLOCK_TOKENS * BLOCK_TOKENS
+        """What is needed to go on behind whole blocks of the first `length` tokens of a request, as
+        much of it as is there; None where there is no whole block."""
+        stop, prompt = length // BLOCK_TOKENS * BLOCK_TOKENS, fields.prompt_tokens(req)
         if self.ends is None or not stop:
             return None
-        first = max(0, stop - self.kept, self._first_window(req, stop - self.kept))
+        first = max(0, self._first_window(req))
         if self._freed is not None and self._freed[0] is req.kv:
             _, begin, slots = self._freed
             first = max(first, begin)
-            return EndRows(first, slots[first - begin : stop - begin])
+            return EndRows(first, slots[first - begin : stop - begin], prompt)
         row = self.req_to_token_pool.req_to_token[fields.row_of(req), first:stop]
-        return EndRows(first, self._second(row))
+        return EndRows(first, self._second(row), prompt)
 
-    def _first_window(self, req: Any, wanted: int) -> int:
-        """First token from which on all tokens of a request have second slots, or one before
-        `wanted`."""
+    def _first_window(self, req: Any) -> int:
+        """First token from which on all tokens of a request have second slots."""
         first, freed = fields.tokens_in_tree(req), fields.freed_windows(req)
         if freed > first:
             return freed
         node = self.node(fields.prefix_node(req))
-        while first > wanted and node.parent is not None:
+        while first > 0 and node.parent is not None:
             if node.component_data[SWA].value is None:
                 break
             first -= len(node.key)
