@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from typing import NamedTuple
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmark.ends.chats import grid, ours, talk
 from sglang_hc.forms import BLOCK_TOKENS, EndLayout, StateLayers, WindowLayers
 from sglang_hc.policy.ends import Place, Stay, ends_wanted
-from support.chats import Places, Server, chat, grid, ours
 
 WINDOW = EndLayout(window=WindowLayers((1, 3), 2 * BLOCK_TOKENS, (1024, 1024)))
 STATE = EndLayout(state=StateLayers((0, 1, 2), (1 << 16,), ("float32",)))
-CHATS = 8
 
 
 @pytest.mark.parametrize(
@@ -40,36 +36,6 @@ def test_no_end_lies_behind_what_is_kept(prompt: int, kept: int, shared: int) ->
     blocks = [place.blocks for place in ends_wanted(prompt, kept, shared)]
     assert blocks == sorted(set(blocks)) and all(0 < b * BLOCK_TOKENS <= kept for b in blocks)
     assert kept < BLOCK_TOKENS or blocks[-1] == kept // BLOCK_TOKENS
-
-
-class Talked(NamedTuple):
-    """again: tokens computed again, of each request that came back. end_bytes: of a conversation,
-    when all are over."""
-
-    again: list[int]
-    end_bytes: int
-
-
-def talk(layout: EndLayout, places: Places, per_chat: int | None, *, thinks: bool) -> Talked:
-    """Conversations that take turns at random, and share what they are told first. per_chat: ends
-    for which there is room, of each of them; None for enough."""
-    slots = 1 << 15 if per_chat is None else per_chat * CHATS * layout.blocks
-    server = Server(layout, places, slots)
-    rng = random.Random(5)
-    system = [rng.randrange(1000, 1 << 30) for _ in range(1000)]
-    talking = {number: chat(number, system, thinks=thinks) for number in range(CHATS)}
-    again = []
-    while talking:
-        number = rng.choice(list(talking))
-        request = next(talking[number], None)
-        if request is None:
-            del talking[number]
-            continue
-        more = server.serve(number, request)
-        if more is not None:
-            again.append(more)
-    server.ends.check_integrity()
-    return Talked(again, server.end_bytes // CHATS)
 
 
 @pytest.mark.parametrize("layout", [WINDOW, STATE])

@@ -16,7 +16,7 @@ from sglang_hc.queue.queue_view import QueueRules, QueueView
 from sglang_hc.queue.requests import QueuedPrompt
 from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.ends_below import EndsBelow
-from sglang_hc.store.host_pool import EndPool, HostPool
+from sglang_hc.store.host_pool import EndPool
 from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.ends import End, EndPart, Ends
@@ -54,7 +54,7 @@ class EndsWorld:
         self.ends = Ends(layout, end_slots, self.host, policy, self.window.next_use)
         self.pool = EndPool(layout, end_slots)
         self.blocks = FakeIo(clock=self.clock)
-        self.parts = FakeIo(_as_host_pool(self.pool), clock=self.clock, writes_wait=True)
+        self.parts = FakeIo(self.pool, clock=self.clock, writes_wait=True)
         self.disk = LowerTier(blocks_io or self.blocks, self.host, self.clock)
         below = self.parts if parts_io is None else parts_io(self.pool)
         self.below = EndsBelow(below, self.ends, self.host, self.disk.coming, self.clock)
@@ -153,8 +153,3 @@ class EndsWorld:
     def part_id(self, word: str) -> bytes:
         """Identity of the part of a word's last block."""
         return self.below.part_id(path_of(word).block_ids[-1])
-
-
-def _as_host_pool(pool: EndPool) -> HostPool:
-    """Stores move whole slots, whatever is in them."""
-    return pool  # type: ignore[return-value]

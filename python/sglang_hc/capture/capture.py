@@ -200,6 +200,8 @@ class Capture:
         writing to its own slot. end: what is needed to go on behind some of its blocks; None where
         all layers have full attention.
         """
+        if self._layout.ends is not None:  # nobody can go on inside a block
+            kept = kept.up_to(kept.num_tokens // BLOCK_TOKENS)
         match = self._tier.tree.match(kept)
         known = match.branches_at(kept)
         if match.tokens < kept.num_tokens:

@@ -90,15 +90,17 @@ class EndsBelow:
         coming: Promotions,
         clock: Callable[[], float] = time.monotonic,
         is_kept: Callable[[str | None], bool] = lambda namespace: True,
+        pause: Callable[[], None] = lambda: time.sleep(0.001),
     ) -> None:
         """io: of end parts, over their pool. coming: blocks on their way into host memory. is_kept:
-        whether the parts of a namespace are written."""
+        whether the parts of a namespace are written. pause: see `LowerTier`."""
         self._io = io
         self._ends = ends
         self._host = host
         self._coming = coming
         self._now = clock
         self._is_kept = is_kept
+        self._pause = pause
         self._name = ends.layout.fingerprint(host.tree.fingerprint)
         self._usable = True
         self._tickets = itertools.count(1)
@@ -222,7 +224,7 @@ class EndsBelow:
             if self._moving and time.monotonic() >= until:
                 self._move_no_more()
                 return
-            time.sleep(0.001)
+            self._pause()
 
     def give_up(self, names: Callable[[str | None], bool] = lambda namespace: True) -> None:
         """Paths of namespaces that `names` is true for get no end that is on its way."""

@@ -9,14 +9,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sglang_hc.forms import BLOCK_TOKENS, EndLayout
 from sglang_hc.policy.ends import Place, Stay, ends_wanted
 from sglang_hc.policy.eviction import LruPolicy
-from sglang_hc.tree.block_tree import common_tokens
+from sglang_hc.tree.block_tree import BlockNode, BlockTree, common_tokens
 from sglang_hc.tree.ends import Ends
-from sglang_hc.tree.identity import TOKEN_BYTES, Prefix, pack_tokens
-from support.host import host_tier, keep
+from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.identity import Prefix, pack_tokens
 
 Places = Callable[[int, int, int, int], list[Place]]
 """Where ends are made, given the tokens that a request began behind, those of its prompt, those of
@@ -79,11 +80,9 @@ class Server:
     end_slots: int = 1 << 16
     blocks: int = 1 << 16
     known: dict[int, list[bytes]] = field(default_factory=dict)
-    computed: int = 0
-    """Tokens of prompts."""
 
     def __post_init__(self) -> None:
-        self.host = host_tier(self.blocks)
+        self.host = HostTier(BlockTree(bytes(16)), self.blocks, LruPolicy())
         self.ends = Ends(self.layout, self.end_slots, self.host, LruPolicy())
 
     @property
@@ -102,9 +101,7 @@ class Server:
             self.ends.used(whole[deepest - 1])
         branches = bool(whole) and bool(whole[-1].children)
         shared = len(whole) * BLOCK_TOKENS if branches else 0
-        keep(self.host, kept)
-        start = deepest * BLOCK_TOKENS
-        nodes = list(self.host.tree.match(Prefix(None, kept)).nodes)
+        start, nodes = deepest * BLOCK_TOKENS, self._keep(Prefix(None, kept))
         for count, stay in self.places(start, len(request.prompt), len(request.kept), shared):
             if count > deepest:
                 for part in self.ends.begin(nodes[:count], stay=stay) or ():
@@ -112,5 +109,51 @@ class Server:
         before = self.known.setdefault(conversation, [])
         said = max((common_tokens(prompt, other) for other in before), default=0)
         before.append(kept)
-        self.computed += len(prompt) // TOKEN_BYTES - start
         return max(0, said - start) if said else None
+
+    def _keep(self, path: Prefix) -> list[BlockNode]:
+        """Whole blocks of a path, which the host tier has now."""
+        match = self.host.tree.match(path)
+        nodes = list(match.nodes[: match.tokens // BLOCK_TOKENS])
+        for number in range(len(nodes), path.num_tokens // BLOCK_TOKENS):
+            slot = self.host.stage(0.0)
+            assert slot is not None
+            parent = nodes[-1] if nodes else self.host.tree.root(path.namespace)
+            node = self.host.publish(parent, path.block(number), slot, 0.0).node
+            self.host.mark_ready(node)
+            nodes.append(node)
+        return nodes
+
+
+class Talked(NamedTuple):
+    """again: tokens computed again, of each request that came back. end_bytes: of a conversation,
+    when all are over. tokens: of a conversation's longest request."""
+
+    again: list[int]
+    end_bytes: int
+    tokens: int
+
+
+def talk(
+    layout: EndLayout, places: Places, per_chat: int | None, *, thinks: bool, chats: int = 8
+) -> Talked:
+    """Conversations that take turns at random, and share what they are told first. per_chat: ends
+    for which there is room, of each of them; None for enough."""
+    slots = 1 << 15 if per_chat is None else per_chat * chats * layout.blocks
+    server = Server(layout, places, slots)
+    rng = random.Random(5)
+    system = [rng.randrange(1000, 1 << 30) for _ in range(1000)]
+    talking = {number: chat(number, system, thinks=thinks) for number in range(chats)}
+    again, longest = [], dict.fromkeys(talking, 0)
+    while talking:
+        number = rng.choice(list(talking))
+        request = next(talking[number], None)
+        if request is None:
+            del talking[number]
+            continue
+        longest[number] = max(longest[number], len(request.kept))
+        more = server.serve(number, request)
+        if more is not None:
+            again.append(more)
+    server.ends.check_integrity()
+    return Talked(again, server.end_bytes // chats, sum(longest.values()) // chats)
