@@ -258,19 +258,14 @@ def fill_weights(model: nn.Module, family: str, seed: int, words: list[int]) -> 
 def _centre(module_name: str, module: nn.Module, name: str) -> float:
     """Mean of a vector: 0 for a bias, about 1 for the weight of a norm."""
     kind = type(module).__name__
-    minus_one = kind.startswith("Gemma") and not kind.startswith("Gemma4")
-    if name != "weight" or "Norm" not in kind or minus_one:
-        return 0.0  # Gemma stores the weights of its norms minus one, up to Gemma 3
-    last, is_fourth = module_name.rsplit(".", 1)[-1], kind.startswith("Gemma4")
-    if last in {"q_norm", "k_norm"}:  # see _gain: query and key
-        return 0.7 if is_fourth else 2.0  # Gemma 4 does not scale their product
-    # Gemma 4 has a norm behind what attention adds.
-    return 4.0 if is_fourth and last == "post_attention_layernorm" else 1.0
+    if name != "weight" or "Norm" not in kind or kind.startswith("Gemma"):
+        return 0.0  # Gemma stores the weights of its norms minus one
+    return 2.0 if module_name.endswith(("q_norm", "k_norm")) else 1.0  # see _gain: query and key
 
 
 def _embedding_std(model: nn.Module) -> float:
     """Small against what the layers add: with tied embeddings a token would else repeat itself."""
-    if model.config.model_type.startswith("gemma"):  # multiplies by the root of the hidden size
+    if model.config.model_type == "gemma":  # multiplies embeddings by the root of the hidden size
         return float(0.1 / model.config.hidden_size**0.5)
     return 0.1
 

@@ -145,6 +145,16 @@ def row_of(req: Any) -> int | None:
     return req.kv.req_pool_idx
 
 
+def is_record_of(record: Any, req: Any) -> bool:
+    """Whether SGLang's record of a row and its slots is that of a request."""
+    return record is req.kv
+
+
+def row_of_record(record: Any) -> int:
+    """As `row_of`, of a record."""
+    return record.req_pool_idx
+
+
 def committed_tokens(req: Any) -> int:
     """Tokens from the first one on whose K and V stay in its slots."""
     return req.kv.kv_committed_len

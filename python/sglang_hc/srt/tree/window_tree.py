@@ -84,7 +84,7 @@ class WindowTree(DeviceTree):
         if self.ends is not None and ranges:
             stop = ranges[-1][1]
             first = max(0, stop - self.kept - BLOCK_TOKENS)
-            row = self.req_to_token_pool.req_to_token[kv.req_pool_idx, first:stop]
+            row = self.req_to_token_pool.req_to_token[fields.row_of_record(kv), first:stop]
             self._freed = kv, first, self._second(row)
         theirs(kv, ranges)
 
@@ -95,7 +95,7 @@ class WindowTree(DeviceTree):
         if self.ends is None or not stop:
             return None
         first = max(0, self._first_window(req))
-        if self._freed is not None and self._freed[0] is req.kv:
+        if self._freed is not None and fields.is_record_of(self._freed[0], req):
             _, begin, slots = self._freed
             first = max(first, begin)
             return EndRows(first, slots[first - begin : stop - begin], prompt)
