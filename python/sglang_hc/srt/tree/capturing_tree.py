@@ -105,6 +105,7 @@ class CapturingTree(WindowTree):
         theirs(req, up_to=up_to)
 
     def _released_without(self, req: Any, **_: Any) -> None:
+        self._freed = None
         self.drop(req)
         self.waiting.finished(req, 0)
 
@@ -118,6 +119,7 @@ class CapturingTree(WindowTree):
             retracted = not fields.is_over(req)
             keep = owned if retracted else min(owned, fields.tokens_in_tree(req))
             self._keep_last(req, keep, owned)
+        self._freed = None
         self.waiting.finished(req, -(-owned // BLOCK_TOKENS))
         theirs(req, checkpointed=checkpointed)
 
