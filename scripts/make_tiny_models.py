@@ -260,21 +260,14 @@ def _centre(module_name: str, module: nn.Module, name: str) -> float:
     kind = type(module).__name__
     if name == "A_log":
         return -5.0  # what a recurrent layer keeps lasts for hundreds of tokens
-    minus_one = kind.startswith("Gemma") and not kind.startswith("Gemma4")
-    if name != "weight" or "Norm" not in kind or minus_one:
-        return 0.0  # Gemma up to 3 stores the weights of its norms minus one
-    if module_name.endswith(("q_norm", "k_norm")):  # see _gain: query and key
-        return 0.7 if kind.startswith("Gemma4") else 2.0  # Gemma 4 does not scale their product
-    return (
-        4.0
-        if kind.startswith("Gemma4") and module_name.endswith("post_attention_layernorm")
-        else 1.0
-    )
+    if name != "weight" or "Norm" not in kind or kind.startswith("Gemma"):
+        return 0.0  # Gemma stores the weights of its norms minus one
+    return 2.0 if module_name.endswith(("q_norm", "k_norm")) else 1.0  # see _gain: query and key
 
 
 def _embedding_std(model: nn.Module) -> float:
     """Small against what the layers add: with tied embeddings a token would else repeat itself."""
-    if model.config.model_type.startswith("gemma"):  # multiplies by the root of the hidden size
+    if model.config.model_type == "gemma":  # multiplies embeddings by the root of the hidden size
         return float(0.1 / model.config.hidden_size**0.5)
     return 0.1
 

@@ -278,6 +278,13 @@ def on_rank(rank: int, port: int, model: str, *flags: str) -> ranked_turns.Turns
     return ranked_turns.talk(ranked_turns.engine(rank, port, "tp", "kv", model, *flags), "away")
 
 
+@pytest.mark.slow
+def test_two_ranks_divide_heads(model: str) -> None:
+    found = run_ranks(on_rank, model)
+    ranked_turns.check_tokens(found)
+    assert found[0].counted["restored_tokens"] == ranked_turns.BLOCKS
+
+
 # -- what plain SGLang says, and what is refused ---------------------------------------------------
 
 

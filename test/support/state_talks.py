@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from support.core import Core, Reply
+from support.core import Reply
 from support.prompts import prompt
 from support.state_core import engine
 

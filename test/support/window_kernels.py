@@ -46,8 +46,8 @@ def _backend(runner: Any) -> Any:
         ) -> Any:  # fmt: skip
             pool = self.token_to_kv_pool
             if save_kv_cache and k is not None:
-                places = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
-                pool.set_kv_buffer(layer, places, k, v)
+                new = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
+                pool.set_kv_buffer(layer, new, k, v)
             keys, values = (
                 pool.get_key_buffer(layer.layer_id),
                 pool.get_value_buffer(layer.layer_id),
@@ -58,12 +58,11 @@ def _backend(runner: Any) -> Any:
             queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
             out = queries.new_empty((len(queries), layer.tp_q_head_num, layer.v_head_dim))
             for rows, slots, seen in spans(self, forward_batch, window):
-                if own:
-                    slots = pool.translate_loc_from_full_to_swa(slots)
-                    assert bool((slots > 0).all()), "a row of the window is not in its pool"
+                places = pool.translate_loc_from_full_to_swa(slots) if own else slots
+                assert bool((places > 0).all()), "a row of the window is not in its pool"
                 shape = layer.tp_k_head_num, layer.tp_q_head_num // layer.tp_k_head_num
                 heads = queries[rows].unflatten(1, shape).double()
-                scores = torch.einsum("nkgd,tkd->kgnt", heads, keys[slots].double())
+                scores = torch.einsum("nkgd,tkd->kgnt", heads, keys[places].double())
                 scores = scores * layer.scaling
                 if layer.logit_cap:
                     scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
@@ -72,7 +71,7 @@ def _backend(runner: Any) -> Any:
                     sink = sinks.double().view(*shape, 1, 1).expand(*scores.shape[:3], 1)
                     scores = torch.cat([scores, sink], -1)
                 share = scores.softmax(-1)[..., : len(slots)]
-                found = torch.einsum("kgnt,tkd->nkgd", share, values[slots].double())
+                found = torch.einsum("kgnt,tkd->nkgd", share, values[places].double())
                 out[rows] = found.flatten(1, 2).to(out.dtype)
             return out.flatten(1)
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from scripts import make_tiny_models
 from scripts.make_tiny_models import FAMILIES, Family, make_models
 
 _SHAPE: dict[str, Any] = dict(
@@ -43,6 +44,24 @@ MODELS = {
 }  # fmt: skip
 
 
+_centre, _embedding_std = make_tiny_models._centre, make_tiny_models._embedding_std
+
+
+def centre(module_name: str, module: Any, name: str) -> float:
+    """Of Gemma 4, whose norms are stored as they are. It does not scale the product of query and
+    key, and has a norm behind what attention adds, which is to outweigh the rest."""
+    if not type(module).__name__.startswith("Gemma4"):
+        return _centre(module_name, module, name)
+    last = module_name.rsplit(".", 1)[-1]
+    return {"q_norm": 0.7, "k_norm": 0.7, "post_attention_layernorm": 4.0}.get(last, 1.0)
+
+
+def embedding_std(model: Any) -> float:
+    """Gemma 4 multiplies embeddings by the root of the hidden size, as Gemma does."""
+    gemma = model.config.model_type.startswith("gemma")
+    return 0.1 / model.config.hidden_size**0.5 if gemma else _embedding_std(model)
+
+
 def make(folder: Path, *names: str) -> None:
     """Write the checkpoints, folder/NAME, in a process of its own."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -51,5 +70,6 @@ def make(folder: Path, *names: str) -> None:
 
 
 if __name__ == "__main__":
+    make_tiny_models._centre, make_tiny_models._embedding_std = centre, embedding_std
     FAMILIES.update(MODELS)
     make_models(sys.argv[2:] or list(MODELS), Path(sys.argv[1]), 0, False)

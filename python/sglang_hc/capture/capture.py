@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_hc.capture.direct import DirectRows
-from sglang_hc.capture.ends import EndRows, EndSaver
+from sglang_hc.capture.ends import EndRows, EndSaver, places_of
 from sglang_hc.capture.saving import DeviceState, PassRows, kv_rows
 from sglang_hc.capture.verified import Held
 from sglang_hc.device.gather_scatter import word
@@ -197,21 +197,23 @@ class Capture:
 
         slots: (tokens,) int64 device slots of what is kept. final: the request is over, and its
         stage ends. Until then the partial last block is kept as a copy, because the request goes on
-        writing to its own slot. end: what is needed to go on behind the last whole block; None
-        where nobody will.
+        writing to its own slot. end: what is needed to go on behind some of its blocks; None where
+        all layers have full attention.
         """
         if self._layout.ends is not None:  # nobody can go on inside a block
             kept = kept.up_to(kept.num_tokens // BLOCK_TOKENS)
         match = self._tier.tree.match(kept)
+        known = match.branches_at(kept)
         if match.tokens < kept.num_tokens:
             self._tier.pin(match.nodes)  # making room must not take the path we extend
             self._publish(request, kept, match, slots, final)
             self._tier.unpin(match.nodes)
             match = self._tier.tree.match(kept)
         self._tier.access(match.nodes, self._clock())
-        whole = kept.num_tokens // BLOCK_TOKENS
-        if end is not None and self._ends is not None and match.tokens >= whole * BLOCK_TOKENS > 0:
-            self._ends.save(match.nodes[:whole], end, self.counters)
+        if end is not None and self._ends is not None:
+            whole = match.nodes[: match.tokens // BLOCK_TOKENS]
+            places = places_of(end, kept.num_tokens, known, final)
+            self._ends.save(whole, end, places, self.counters)
         if final:
             self.drop(request)
         else:

@@ -61,11 +61,10 @@ class WindowRows:
         """Where these rows lie in the pool of end parts."""
         found = []
         for begin, end in self.ranges:
-            while begin < end:
-                block, row = divmod(begin, BLOCK_TOKENS)
-                rows = min(BLOCK_TOKENS - row, end - begin)
-                found.append(HostSpan(self.parts[block - self.first].slot, row, rows))
-                begin += rows
+            for block in range(begin // BLOCK_TOKENS, -(-end // BLOCK_TOKENS)):
+                low, high = max(begin, block * BLOCK_TOKENS), min(end, (block + 1) * BLOCK_TOKENS)
+                slot = self.parts[block - self.first].slot
+                found.append(HostSpan(slot, low % BLOCK_TOKENS, high - low))
         return found
 
 

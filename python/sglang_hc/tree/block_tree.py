@@ -129,6 +129,14 @@ class PathMatch(NamedTuple):
     nodes: tuple[BlockNode, ...]
     tokens: int
 
+    def branches_at(self, prefix: Prefix) -> int:
+        """Tokens behind which a prefix, of which this is the match, leaves what is known; 0 where
+        it continues a path, or is known."""
+        if not self.nodes or self.tokens == prefix.num_tokens:
+            return 0
+        last, rows = self.nodes[-1], self.tokens - (len(self.nodes) - 1) * BLOCK_TOKENS
+        return self.tokens if last.children or rows < last.num_tokens else 0
+
     @property
     def ready(self) -> PathMatch:
         """The part of it that can be served: up to the first block that is not ready."""

@@ -46,7 +46,8 @@ ELSEWHERE = {
     "--enable-deterministic-inference", "--enable-hierarchical-cache", "--radix-cache-backend",
     "--hicache-", "--disaggregation-mode", "--kv-cache-dtype", "--cpu-offload-gb",
     "--offload-group-size", "--enable-http2", "--tokenizer-worker-num", "--enable-dp-attention",
-    "--enable-attn-tp-input-scattered", "--mamba-radix-cache-strategy", "--nnodes", "--tp-size", "--pp-size", "--dp-size",
+    "--enable-attn-tp-input-scattered", "--mamba-radix-cache-strategy", "--nnodes", "--tp-size",
+    "--pp-size", "--dp-size",
 }  # fmt: skip
 """Refused with a value, with another flag or in another place; e2e/test_start.py, test_graphs.py,
 test_flags_have_effect.py and test_kv_pool.py have these."""

@@ -145,9 +145,24 @@ def row_of(req: Any) -> int | None:
     return req.kv.req_pool_idx
 
 
+def is_record_of(record: Any, req: Any) -> bool:
+    """Whether SGLang's record of a row and its slots is that of a request."""
+    return record is req.kv
+
+
+def row_of_record(record: Any) -> int:
+    """As `row_of`, of a record."""
+    return record.req_pool_idx
+
+
 def committed_tokens(req: Any) -> int:
     """Tokens from the first one on whose K and V stay in its slots."""
     return req.kv.kv_committed_len
+
+
+def prompt_tokens(req: Any) -> int:
+    """Tokens that its client sent."""
+    return len(req.origin_input_ids)
 
 
 def computed_prompt_tokens(req: Any) -> int:

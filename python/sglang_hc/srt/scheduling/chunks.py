@@ -1,8 +1,8 @@
 """Where the chunks of a prompt end in a model with recurrent layers.
 
-SGLang cuts a prompt where the tokens of a pass are used up, and counts the places at which recurrent
-layers leave states from there. Behind a cut inside a block no state would lie between blocks any
-more, and nothing of the prompt could be continued. So prompts are cut between blocks.
+SGLang cuts a prompt where the tokens of a pass are used up, and counts the places at which
+recurrent layers leave states from there. Behind a cut inside a block no state would lie between
+blocks any more, and nothing of the prompt could be continued. So prompts are cut between blocks.
 """
 
 from __future__ import annotations

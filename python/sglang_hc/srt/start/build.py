@@ -18,7 +18,7 @@ from sglang_hc.capture.direct import DirectRows
 from sglang_hc.capture.ends import EndSaver
 from sglang_hc.capture.saving import DeviceState, HiddenPath
 from sglang_hc.capture.snapshots import Snapshots
-from sglang_hc.config import GIB, ConfigError, HcConfig
+from sglang_hc.config import GIB, ConfigError
 from sglang_hc.device.copy_stream import CopyStream, SideStream, copy_stream_for
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.device.gather_scatter import gather
@@ -40,7 +40,7 @@ from sglang_hc.srt.arguments.server_args import config_of
 from sglang_hc.srt.binding import arguments, parallel
 from sglang_hc.srt.engine import in_place
 from sglang_hc.srt.engine.guard import counters as own_errors
-from sglang_hc.srt.engine.scheduler import BUILDING, OwnScheduler
+from sglang_hc.srt.engine.scheduler import BUILDING
 from sglang_hc.srt.engine.streams import ComputeStream, model_streams
 from sglang_hc.srt.model.capture_memory import SNAPSHOT_BUFFERS
 from sglang_hc.srt.model.columns import columns_of
@@ -53,11 +53,12 @@ from sglang_hc.srt.model.rotation import checked_rotation
 from sglang_hc.srt.model.state_pool import StatePool, gate_of, state_pool
 from sglang_hc.srt.model.window_pool import WindowPool, full_attention, window_pool
 from sglang_hc.srt.ranks.decisions import ranks_of
-from sglang_hc.srt.ranks.replicas import Place, host_share, place_of
+from sglang_hc.srt.ranks.replicas import host_share, place_of
 from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.srt.requests.self_test import is_of_test
 from sglang_hc.srt.scheduling.speculation import draft_layers
 from sglang_hc.srt.start.build_ends import end_path, ends_of, states_of
+from sglang_hc.srt.start.model import Model
 from sglang_hc.srt.start.stores import lower_tier
 from sglang_hc.srt.tree.audit import Audit, can_audit
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
@@ -153,25 +154,6 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
 
 
 # -- what SGLang loaded --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Model:
-    """A loaded model. runner, params: SGLang's model runner and the parameters of its radix cache.
-    draft: the runner of a draft model; None without one. place: of its scheduler among all."""
-
-    config: HcConfig
-    runner: Any
-    params: Any
-    state: ModelState
-    scheduler: OwnScheduler
-    draft: Any
-    place: Place
-
-    @property
-    def allocator(self) -> Any:
-        """SGLang's allocator of device slots."""
-        return self.params.token_to_kv_pool_allocator
 
 
 def _loaded(ctx: Any) -> Model:

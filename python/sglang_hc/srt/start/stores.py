@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_hc.config import ConfigError, shared_directory
 from sglang_hc.policy.cost_model import SourceTier
@@ -16,6 +16,7 @@ from sglang_hc.srt.arguments.storage_backends import remote_key, remote_store
 from sglang_hc.srt.binding import arguments
 from sglang_hc.srt.ranks.replicas import directories
 from sglang_hc.srt.requests.self_test import is_of_test
+from sglang_hc.srt.start.model import Model
 from sglang_hc.store.block_io import BlockIo, LocalBlockIo
 from sglang_hc.store.chain import Chain
 from sglang_hc.store.disk import DirectoryError, DiskStore, StoredModel, Upkeep
@@ -23,14 +24,12 @@ from sglang_hc.store.disk.format import part_of
 from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.ends_below import EndsBelow
 from sglang_hc.store.host_memory import HostMemory
+from sglang_hc.store.host_pool import EndPool, HostPool
 from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.store.read_watch import not_observed
 from sglang_hc.tree.ends import Ends
 from sglang_hc.tree.host_tier import HostTier
-
-if TYPE_CHECKING:
-    from sglang_hc.srt.start.build import Model
 
 logger = logging.getLogger(__name__)
 
@@ -41,41 +40,42 @@ def lower_tier(
 ) -> LowerTier | None:  # fmt: skip
     """Disk, a remote store, both, or nothing. Raises ConfigError."""
     opened = _stores(model, memory.pool, fingerprint, counters)
-    below = _one_behind_another(model, opened, ranks, ranks.blocks)
+    below = _one_behind_another(model, opened, ranks, ends=False)
     if below is None:
         return None
     costs, seconds = planner.costs, planner.block_read_seconds
     on_read = partial(costs.observe_read, planner.plan) if costs is not None else not_observed
     tier = LowerTier(below, host, ranks.clock, on_read, ranks.pause, seconds)
-    if ends is not None and ranks.count == 1:
-        # Several ranks keep ends in host memory alone: they have no vote on parts below it.
+    if ends is not None and memory.ends is not None:
         own = ends.layout.fingerprint(fingerprint)
         parts = _stores(model, memory.ends, own, Counter())
-        io = _one_behind_another(model, parts, ranks, lambda store, capacity: store)
+        io = _one_behind_another(model, parts, ranks, ends=True)
         assert io is not None
-        kept = lambda namespace: not is_of_test(namespace)  # noqa: E731
-        tier.ends = EndsBelow(io, ends, host, tier.coming, ranks.clock, kept)
+        tier.ends = EndsBelow(io, ends, host, tier.coming, ranks.clock, _is_kept, ranks.pause)
     return tier
 
 
+def _is_kept(namespace: str | None) -> bool:
+    """Whether what is in a namespace goes below host memory."""
+    return not is_of_test(namespace)
+
+
 def _one_behind_another(
-    model: Model, stores: Iterator[LocalBlockIo], ranks: Ranks,
-    agreed: Callable[[LocalBlockIo, int], LocalBlockIo],
-) -> BlockIo | None:  # fmt: skip
-    """agreed: one store, given how much fits on every rank, as all ranks use it."""
+    model: Model, stores: Iterator[LocalBlockIo], ranks: Ranks, *, ends: bool
+) -> BlockIo | None:
+    """As all ranks use them. ends: they are of end parts."""
     below: BlockIo | None = None
     for own in stores:
         capacity = model.state.group.least(own.capacity)
-        one = KnownBlocks(agreed(own, capacity), ranks.clock)
+        one = KnownBlocks(ranks.blocks(own, capacity, ends=ends), ranks.clock)
         below = one if below is None else Chain(below, one)
     return below
 
 
 def _stores(
-    model: Model, pool: Any, fingerprint: bytes, counters: Counter[str]
+    model: Model, pool: HostPool | EndPool, fingerprint: bytes, counters: Counter[str]
 ) -> Iterator[LocalBlockIo]:
-    """Those of `--hc-disk` and `--hc-remote`, of this rank's parts of blocks. pool: of the slots
-    that are read and written, `HostPool` or `EndPool`."""
+    """Those of `--hc-disk` and `--hc-remote`, of this rank's parts of what is in `pool`."""
     config, place = model.config, model.place
     label, chunks = arguments.served_name(arguments.of(model.runner)), pool.layout.chunks()
     part, upkeep = part_of(fingerprint, place.part), Upkeep(config.ttl or None)

@@ -109,6 +109,7 @@ class CapturingTree(WindowTree):
             self.states.keep_of_tree(self, req)
 
     def _released_without(self, req: Any, **_: Any) -> None:
+        self._freed = None
         self.drop(req)
         self.waiting.finished(req, 0)
 
@@ -124,6 +125,7 @@ class CapturingTree(WindowTree):
             self._keep_last(req, keep, owned)
             if retracted and self.states is not None and self._keeps(req):
                 self.states.keep_of_request(self, req)
+        self._freed = None
         self.waiting.finished(req, -(-owned // BLOCK_TOKENS))
         theirs(req, checkpointed=checkpointed)
 
@@ -161,9 +163,7 @@ class CapturingTree(WindowTree):
         # SGLang gives the row to another request while the forward stream is still busy.
         slots = row.to(torch.int64, copy=True)
         self.compute_stream.will_read(slots)
-        end = None
-        if final or length >= len(fields.prompt_of(req)) // self.page_size * self.page_size:
-            end = self.end_rows(req, length)
+        end = self.end_rows(req, length)
         if end is not None:
             self.compute_stream.will_read(end.slots)
         with self.compute_stream.entered():

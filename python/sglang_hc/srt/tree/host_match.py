@@ -78,8 +78,8 @@ class HostMatch:
         return total - self._lag
 
     def _up_to_end(self, last: BlockNode, tokens: int) -> tuple[BlockNode, int]:
-        """Where the path of the first `tokens` tokens, which ends in block `last`, can be continued:
-        its last block, or the root, and its tokens."""
+        """Where the path of the first `tokens` tokens, up to block `last`, can be continued: the
+        last block before that place, or the root, and its tokens."""
         assert self._ends is not None
         path = last.path()[: tokens // BLOCK_TOKENS]
         count = self._ends.deepest(path)

@@ -51,8 +51,8 @@ class WindowTree(DeviceTree):
 
     ends: EndLayout | None = None
     _freed: tuple[Any, int, torch.Tensor] | None = None
-    """Of the row that was given back last: whose it was, and the second slots that its tokens had,
-    from this one on."""
+    """Of the row that is given back now: whose it is, and the second slots that its last tokens
+    had, from this one on."""
 
     @property
     def kept(self) -> int:
@@ -81,35 +81,37 @@ class WindowTree(DeviceTree):
     def free_kv_row(self, theirs: SglangMethod, kv: Any, ranges: list[tuple[int, int]]) -> None:
         """A request gives its slots back: it is over, or is queued again. What its second slots
         were is noted, for it is forgotten with them."""
-        if self.ends is not None and ranges:
+        noted = self._freed is not None and self._freed[0] is kv
+        if self.ends is not None and ranges and not noted:
             stop = ranges[-1][1]
             first = max(0, stop - self.kept - BLOCK_TOKENS)
-            row = self.req_to_token_pool.req_to_token[kv.req_pool_idx, first:stop]
+            row = self.req_to_token_pool.req_to_token[fields.row_of_record(kv), first:stop]
             self._freed = kv, first, self._second(row)
         theirs(kv, ranges)
 
     def end_rows(self, req: Any, length: int) -> EndRows | None:
-        """What is needed to go on behind the last whole block of the first `length` tokens of a
-        request, as much of it as is there; None where there is no whole block."""
-        stop = length // BLOCK_TOKENS * BLOCK_TOKENS
+        """What is needed to go on behind whole blocks of the first `length` tokens of a request, as
+        much of it as is there; None where there is no whole block."""
+        stop, prompt = length // BLOCK_TOKENS * BLOCK_TOKENS, fields.prompt_tokens(req)
         if self.ends is None or not stop:
             return None
-        first = max(0, stop - self.kept, self._first_window(req, stop - self.kept))
-        if self._freed is not None and self._freed[0] is req.kv:
-            _, begin, slots = self._freed
-            first = max(first, begin)
-            return EndRows(first, slots[first - begin : stop - begin])
+        first = max(0, self._first_window(req))
+        freed = self._freed
+        if freed is not None and fields.is_record_of(freed[0], req):
+            first = max(first, freed[1])
+            if stop <= first:  # an end before these: nobody knows any more
+                return None
+            return EndRows(first, freed[2][first - freed[1] : stop - freed[1]], prompt)
         row = self.req_to_token_pool.req_to_token[fields.row_of(req), first:stop]
-        return EndRows(first, self._second(row))
+        return EndRows(first, self._second(row), prompt)
 
-    def _first_window(self, req: Any, wanted: int) -> int:
-        """First token from which on all tokens of a request have second slots, or one before
-        `wanted`."""
+    def _first_window(self, req: Any) -> int:
+        """First token from which on all tokens of a request have second slots."""
         first, freed = fields.tokens_in_tree(req), fields.freed_windows(req)
         if freed > first:
             return freed
         node = self.node(fields.prefix_node(req))
-        while first > wanted and node.parent is not None:
+        while first > 0 and node.parent is not None:
             if node.component_data[SWA].value is None:
                 break
             first -= len(node.key)
