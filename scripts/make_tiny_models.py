@@ -258,8 +258,6 @@ def fill_weights(model: nn.Module, family: str, seed: int, words: list[int]) -> 
 def _centre(module_name: str, module: nn.Module, name: str) -> float:
     """Mean of a vector: 0 for a bias, about 1 for the weight of a norm."""
     kind = type(module).__name__
-    if name == "A_log":
-        return -5.0  # what a recurrent layer keeps lasts for hundreds of tokens
     if name != "weight" or "Norm" not in kind or kind.startswith("Gemma"):
         return 0.0  # Gemma stores the weights of its norms minus one
     return 2.0 if module_name.endswith(("q_norm", "k_norm")) else 1.0  # see _gain: query and key

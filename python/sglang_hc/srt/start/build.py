@@ -57,7 +57,7 @@ from sglang_hc.srt.ranks.replicas import host_share, place_of
 from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.srt.requests.self_test import is_of_test
 from sglang_hc.srt.scheduling.speculation import draft_layers
-from sglang_hc.srt.start.build_ends import end_path, ends_of, states_of
+from sglang_hc.srt.start.build_ends import end_path, ends_of, states_of, tree_states
 from sglang_hc.srt.start.model import Model
 from sglang_hc.srt.start.stores import lower_tier
 from sglang_hc.srt.tree.audit import Audit, can_audit
@@ -130,22 +130,24 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     queue = QueueView(host, disk, window, rules, planner, hints, mover, ahead.drop_unproven)
     capture = _capture(model, device, memory, host, disk, scatters, ranks, ends)
 
+    states = states_of(device.states, memory, host, ends, scatters, copies, counters, ranks)
+
     # What SGLang sees of it.
     if state.cost is not None and config.profile is None and not state.group.rank:
         profile = CachedProfile(state.cost)  # rank 0 keeps what it learns; a user's stays as it is
     exact = device.exactness
     tiers = Tiers(
         *(host, disk, capture, restorer, queue, retention, exact, ranks),
-        *(own_errors, recorder, profile, ends),
+        *(own_errors, recorder, profile, ends, states),
     )
-    states = states_of(device.states, memory, tiers, copies)
     order = None
     if config.eviction == "queue" and model.params.eviction_policy.lower() == "lru":
         order = DeviceOrder(fingerprint, wanted)
     taps, audit = state.memory.taps, None
     if config.audit and can_audit(tiers, runner, taps):
         audit = Audit(tiers, pool, device.pool, taps, runner, compute, counters, config.audit)
-    parts = tiers, model.scheduler, compute, ahead, audit, states
+    own_states = tree_states(device.states, tiers)
+    parts = tiers, model.scheduler, compute, ahead, audit, own_states
     tree: HcRadixCache = unified_tree(ctx, order, lambda params: HcRadixCache(params, *parts))
     kv_pool = runner.token_to_kv_pool
     kv_pool.register_layer_transfer_counter(gate_of(kv_pool, restorer.gate))

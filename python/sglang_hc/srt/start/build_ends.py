@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 from sglang_hc.capture.direct import DeviceRing, DirectRows
 from sglang_hc.capture.states import StateCapture
@@ -11,12 +12,14 @@ from sglang_hc.device.copy_stream import CopyStream
 from sglang_hc.policy.eviction import EvictionPolicy, make_policy
 from sglang_hc.policy.pins import SessionPins
 from sglang_hc.queue.lookahead import LookAhead
+from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.restore.path import EndPath
 from sglang_hc.restore.states import StateRestorer
 from sglang_hc.srt.model.state_pool import StatePool
 from sglang_hc.srt.model.window_pool import WindowPool
 from sglang_hc.srt.tree.states import TreeStates
 from sglang_hc.store.host_memory import HostMemory
+from sglang_hc.store.scatter_queue import ScatterQueue
 from sglang_hc.tiers.tiers import States, Tiers
 from sglang_hc.tree.ends import End, Ends
 from sglang_hc.tree.host_tier import HostTier
@@ -48,19 +51,25 @@ def end_path(windows: WindowPool | None, memory: HostMemory) -> EndPath | None:
 
 
 def states_of(
-    pool: StatePool | None, memory: HostMemory, tiers: Tiers, copies: CopyStream
-) -> TreeStates | None:
-    """States of recurrent layers, saved and restored beside blocks; None without them."""
-    host, ends, scatters = memory.ends, tiers.ends, tiers.capture.scatters
-    if pool is None or host is None or ends is None:
+    pool: StatePool | None, memory: HostMemory, host: HostTier, ends: Ends | None,
+    scatters: ScatterQueue, copies: CopyStream, counters: Counter[str], ranks: Ranks,
+) -> States | None:  # fmt: skip
+    """What moves states of recurrent layers; None without them."""
+    parts = memory.ends
+    if pool is None or parts is None or ends is None:
         return None
     ring = None
     if pool.device.type == "cuda":
-        ring = DeviceRing(STATES_UNDER_WAY * host.layout.slot_bytes, pool.device)
-    rows = DirectRows(host.state, copies.opposite(), scatters, ring)
-    counters, ranks = tiers.restorer.counters, tiers.ranks
-    tiers.states = States(
-        StateCapture(tiers.host, ends, rows, scatters),
-        StateRestorer(ends, host.state, pool, copies, counters, ranks),
+        ring = DeviceRing(STATES_UNDER_WAY * parts.layout.slot_bytes, pool.device)
+    rows = DirectRows(parts.state, copies.opposite(), scatters, ring)
+    return States(
+        StateCapture(host, ends, rows, scatters),
+        StateRestorer(ends, parts.state, pool, copies, counters, ranks),
     )
-    return TreeStates(pool, ends, tiers.states)
+
+
+def tree_states(pool: StatePool | None, tiers: Tiers) -> TreeStates | None:
+    """The same, for SGLang's tree."""
+    if pool is None or tiers.ends is None or tiers.states is None:
+        return None
+    return TreeStates(pool, tiers.ends, tiers.states)
