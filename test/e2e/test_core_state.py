@@ -3,6 +3,7 @@ evicted comes back with the state behind it, and goes on word for word."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,17 @@ import pytest
 
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import BLOCK_TOKENS
-from support import retractions, state_core, state_model, state_talks
-from support.core import Once, run_in_child
-from support.prompts import prompt
+from support import (
+    ranked_turns,
+    retractions,
+    state_core,
+    state_kernels,
+    state_model,
+    state_talks,
+)
+from support.core import Once, Reply, run_in_child
+from support.prompts import in_directory, in_store, on_disk, prompt
+from support.ranked_core import run_ranks
 from support.state_core import KEPT, engine, evicted, never_evicted
 
 CHUNKS = "--chunked-prefill-size", "128"
@@ -45,6 +54,8 @@ def model(folder: Path) -> str:
         pytest.param("qwen3-next", (*CHUNKS, *PAGES), marks=slow),
         pytest.param("qwen3-next", (*PAGES, PLAIN), marks=slow),
         pytest.param("qwen3.5", (), marks=slow),
+        pytest.param("granite-4", (), marks=slow),
+        pytest.param("granite-4", (*PAGES, *CHUNKS), marks=slow),
         pytest.param("qwen3.5", (*PAGES, *CHUNKS), marks=slow),
     ],
 )
@@ -104,6 +115,48 @@ def test_a_state_alone_comes_back(model: str, once: Once) -> None:
 def test_aborts_leave_nothing_behind(model: str) -> None:
     found = run_in_child(state_talks.aborted, model)
     assert found["stats"]["restored_states"] > 5 and "guarded_errors" not in found["stats"]
+
+
+def first_turn(model: str, *flags: str) -> list[int]:
+    core = engine(model, *flags)
+    reply = core.ask(state_core.PROMPT, 24)
+    core.settle()
+    return reply.tokens
+
+
+def second_turn(model: str, first: list[int], *flags: str) -> Reply:
+    core = engine(model, *flags)
+    reply = core.ask(state_core.history(first), 24)
+    core.settle()
+    return reply
+
+
+@pytest.mark.parametrize(
+    "below", [on_disk, pytest.param(in_directory, marks=slow), pytest.param(in_store, marks=slow)]
+)
+def test_the_next_server_goes_on(
+    model: str, once: Once, tmp_path: Path, below: Callable[[object], tuple[str, ...]]
+) -> None:
+    wanted = once(never_evicted, model)
+    flags = below(tmp_path)
+    first = run_in_child(first_turn, model, *flags)
+    second = run_in_child(second_turn, model, first, *flags)
+    assert [first, second.tokens] == wanted
+    assert second.storage == KEPT
+
+
+def on_rank(rank: int, port: int, model: str, *flags: str) -> ranked_turns.Turns:
+    state_kernels.use()
+    flags = *state_core.STATES, *flags
+    return ranked_turns.talk(ranked_turns.engine(rank, port, "tp", "kv", model, *flags), "away")
+
+
+@slow
+def test_two_ranks_divide_rows_and_states(model: str) -> None:
+    found = run_ranks(on_rank, model)
+    ranked_turns.check_tokens(found)
+    assert found[0].counted["restored_tokens"] == ranked_turns.BLOCKS
+    assert found[0].counted["restored_states"] == 1
 
 
 def retracted(model: str, often: bool) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from support import mamba_kernels
 from support.sparse_kernels import in_float64
 
 CHUNK = 64
@@ -45,6 +46,7 @@ def use() -> None:
     FusedRMSNormGated.forward = RMSNorm.forward = gated_norm
     experts.fused_gate_sigmoid_mul_add = add_gated
     qwen.fused_sigmoid_mul = gated
+    mamba_kernels.use()
     torch.nn.functional.linear = in_float64(torch.nn.functional.linear)
 
 

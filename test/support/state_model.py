@@ -29,6 +29,15 @@ MODELS = {
         ),
         "Qwen3-Next, gated delta rule, two of four experts",
     ),
+    "granite-4": Family(
+        "GraniteMoeHybridConfig",
+        FAMILIES["granite"].arguments | dict(
+            layer_types=["mamba", "attention"] * 2, num_local_experts=0,
+            shared_intermediate_size=512, position_embedding_type="nope", mamba_n_heads=8,
+            mamba_d_head=64, mamba_d_state=32, mamba_n_groups=1, mamba_chunk_size=64,
+        ),
+        "Granite 4, Mamba2, dense, no positions",
+    ),
     "qwen3.5": Family("Qwen3_5TextConfig", _SHAPE, "Qwen3.5, gated delta rule, dense"),
 }  # fmt: skip
 
