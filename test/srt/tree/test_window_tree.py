@@ -147,9 +147,12 @@ def test_paths_grow_and_nothing_is_lost(page: int, history: Any) -> None:
         elif what == "leave":
             cache.evict(EvictParams(num_tokens=number * 60))
         else:
+            before = cache.match_prefix(MatchPrefixParams(key=key)).device_prefix_len
             grown = grow(cache, key)
             if grown is not None and what == "take back":
                 cache.take_back(key, grown)
+                found = cache.match_prefix(MatchPrefixParams(key=key))
+                assert found.device_prefix_len <= before, "nobody goes on behind rows without bytes"
             elif grown is not None:
                 found = cache.match_prefix(MatchPrefixParams(key=key))
                 assert found.device_prefix_len == len(key)
