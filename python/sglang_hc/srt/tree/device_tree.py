@@ -1,7 +1,7 @@
 """SGLang's tree of what is on the device, with what else happens to its nodes and slots.
 
-Outside SGLang's core a node of it is a number. This file, `device_eviction.py` and `host_match.py`
-look at the node itself.
+Outside SGLang's core a node of it is a number. This file, `device_eviction.py`, `window_tree.py`
+and `host_match.py` look at the node itself.
 """
 
 from __future__ import annotations
