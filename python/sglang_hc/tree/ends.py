@@ -345,8 +345,10 @@ class Ends:
     def _may_leave(self, end: End, later: BlockNode | None) -> bool:
         """Whether nobody waits to continue behind this end who could not do so further on."""
         use = self._next_use(end.block_id)
-        if use is None or later is None:
-            return use is None
+        if later is None:
+            return use is None and not self._policy.is_pinned(end)
+        if use is None:
+            return True
         later_use = self._next_use(later.block_id)
         return later_use is not None and later_use <= use
 
