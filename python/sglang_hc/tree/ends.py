@@ -54,7 +54,8 @@ class EndPart:
         self.ready = False
         self.pins = 0
         self.source = SourceTier.HOST
-        self.ends: set[End] = set()
+        self.ends: dict[End, None] = {}
+        """In the order in which they came, which is the same on all ranks."""
 
 
 class End:
@@ -200,7 +201,7 @@ class Ends:
         first, end = self._first(len(path)), End(node, stay)
         for one in path[first:]:
             if one.end is not None:
-                one.end.ends.add(end)  # stays while room is made for the others
+                one.end.ends[end] = None  # stays while room is made for the others
         fresh = {n: -1 for n in range(first, len(path)) if path[n].end is None}
         self._outlive(end)
         if not self._fill(fresh, staged or {}, is_protected, node):
@@ -211,7 +212,7 @@ class Ends:
         for number, slot in fresh.items():
             part = path[number].end = EndPart(path[number], slot)
             part.pins = 1
-            part.ends.add(end)
+            part.ends[end] = None
         end.parts = [one.end for one in path[first:] if one.end is not None]
         self._ends[node] = end
         self._policy.insert(end)
@@ -371,7 +372,7 @@ class Ends:
 
     def _leave(self, part: EndPart, end: End) -> None:
         """An end needs a part no more. A part that no end needs leaves its block."""
-        part.ends.remove(end)
+        del part.ends[end]
         if part.ends:
             return
         part.node.end = None
