@@ -189,6 +189,17 @@ def test_a_reply_that_its_conversation_has_left_makes_room_first() -> None:
     assert world.deepest("abyyt") == 5 and world.deepest("abyyts") == 6 and world.deepest("x") == 1
 
 
+def test_an_end_where_several_conversations_go_on_is_shared() -> None:
+    """The first one's prompt ended there, before what the others say otherwise."""
+    world = World(STATE, end_slots=6)
+    world.end("ab", Stay.PROMPT)
+    for word in ("abc", "abd", "abe", "abf", "abg", "abh", "abi"):
+        world.ends.used(world.path("ab")[-1])
+        world.end(word, Stay.PROMPT)
+    assert world.deepest("abz") == 2 and world.deepest("abd") == 2 and world.deepest("abe") == 3
+    assert len(world.ends) == 6, "two of the others have left, the oldest first"
+
+
 def test_a_reply_of_a_pinned_session_stays_when_another_request_leaves_it() -> None:
     """It asks for another answer while a tool of the session runs."""
     for pinned in (False, True):

@@ -195,7 +195,7 @@ class Ends:
         assert node.is_full and node.parent is not None
         known = self._ends.get(node)
         if known is not None:
-            known.stay = max(known.stay, stay)
+            self._worth(known, stay)
             self._policy.access([known])
             return []
         first, end = self._first(len(path)), End(node, stay)
@@ -295,27 +295,36 @@ class Ends:
 
     def _outlive(self, end: End) -> None:
         """What is not worth its bytes any more when this becomes an end of its path: the one before
-        it; and, where the path leaves another one behind that, the ends of that one."""
+        it; and, where the path leaves another one behind that, the ends of that one. Where several
+        paths go on, they are not of one conversation."""
         below, above = end.node, end.node.parent
         while above is not None and above not in self._ends:
             below, above = above, above.parent
+        left = [child for child in (above.children if above else None) or () if child is not below]
         before = None if above is None else self._ends[above]
-        if above is None or before is None or before.stay is Stay.SHARED:
+        if before is not None and len(left) > 1:
+            self._worth(before, Stay.SHARED)
+        if before is None or before.stay is Stay.SHARED:
             if end.stay is Stay.PROMPT and self._leaving:
                 end.stay = Stay.LASTING  # the first prompt of a conversation, as others are
             return
-        left = [child for child in above.children or () if child is not below]
         if end.stay is Stay.PROMPT:
             self._leaving = LEAVING if left else max(0, self._leaving - 1)
             if left:
                 end.stay = Stay.LASTING
         if before.stay < Stay.LASTING or end.stay >= Stay.LASTING:
             self._outlived[before] = end.node
-        for child in left:
-            for node in child.branch():
-                found = self._ends.get(node)
-                if found is not None and found.stay is not Stay.SHARED:
-                    self._outlived[found] = None
+        while len(left) == 1:  # where it branches it is not of one conversation either
+            found = self._ends.get(left[0])
+            if found is not None:
+                self._outlived[found] = None
+            left = left[0].children or []
+
+    def _worth(self, end: End, stay: Stay) -> None:
+        """An end is worth its bytes so long at least."""
+        end.stay = max(end.stay, stay)
+        if end.stay is Stay.SHARED:
+            self._outlived.pop(end, None)
 
     def _evict(
         self, is_protected: IsProtected[End] | None, coming: BlockNode | None = None
