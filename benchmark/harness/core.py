@@ -288,6 +288,10 @@ class Core:
         else:
             free = allocator.available_size()
         assert free + used == all_slots == self.scheduler.max_total_num_tokens
+        if tree.supports_mamba():
+            states = tree.req_to_token_pool.mamba_allocator
+            used = tree.mamba_evictable_size() + tree.mamba_protected_size()
+            assert states.available_size() + used == states.size
         tree.sanity_check()
         slots = tree.all_values_flatten() if tree.total_size()[0] else []
         assert len(set(map(int, slots))) == len(slots), "a device slot has two owners"

@@ -143,8 +143,8 @@ def test_what_cannot_be_kept_is_counted() -> None:
     world.ends.pin(world.ends.parts(world.host.tree.match(Prefix(None, tokens_of("a"))).nodes, 1))
     world.leave("b", 2)
     assert world.capture.counters == {
-        "states_inside_blocks": 2,
-        "states_without_blocks": 1,
-        "kept_states": 1,
-        "states_without_room": 1,
+        "ends_inside_blocks": 2,
+        "ends_without_blocks": 1,
+        "kept_ends": 1,
+        "ends_without_room": 1,
     }

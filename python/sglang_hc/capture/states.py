@@ -37,11 +37,11 @@ class StateCapture:
     def wants(self, path: Prefix, stay: Stay) -> bool:
         """Whether a state behind this path can be kept, and is not. Counts why not."""
         if path.num_tokens % BLOCK_TOKENS or not path.num_tokens:
-            self.counters["states_inside_blocks"] += 1
+            self.counters["ends_inside_blocks"] += 1
             return False
         match = self._host.tree.match(path)
         if match.tokens < path.num_tokens:
-            self.counters["states_without_blocks"] += 1
+            self.counters["ends_without_blocks"] += 1
             return False
         if self._ends.has(match.nodes[-1]):
             self._ends.begin(match.nodes, stay=stay)  # it is worth its bytes that long, too
@@ -53,9 +53,9 @@ class StateCapture:
         how long it is worth its bytes."""
         parts = self._ends.begin(self._host.tree.match(path).nodes, stay=stay)
         if parts is None:
-            self.counters["states_without_room"] += 1
+            self.counters["ends_without_room"] += 1
             return
         for part in parts:
             self._rows.add(0, 1, read, [RowSpan(0, part.slot, 0, 1)])
             self._scatters.last().then(partial(self._ends.written, part))
-            self.counters["kept_states"] += 1
+            self.counters["kept_ends"] += 1

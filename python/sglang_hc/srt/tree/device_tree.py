@@ -140,6 +140,8 @@ class DeviceTree(SglangTree):
 
     def allocate(self, count: int) -> torch.Tensor | None:
         """(count,) int64 free device slots, for which others may leave; None: there is no room."""
+        if not count:
+            return torch.empty(0, dtype=torch.int64, device=self.device)
         if self.free < count:
             self.evict(EvictParams(num_tokens=count - self.free))
         slots = self.token_to_kv_pool_allocator.alloc(count)
