@@ -280,8 +280,18 @@ class Core:
     def check_device(self) -> None:
         """The device pool and the tree add up (SGLang's own invariants, trap 34 of its users)."""
         tree, allocator = self.tree, self.scheduler.token_to_kv_pool_allocator
-        total = allocator.available_size() + tree.evictable_size() + tree.protected_size()
-        assert total == self.scheduler.max_total_num_tokens
+        used, all_slots = tree.evictable_size() + tree.protected_size(), allocator.size
+        if tree.supports_swa():  # two pools, of which the one of windows is smaller
+            windows = tree.swa_evictable_size() + tree.swa_protected_size()
+            assert allocator.swa_available_size() + windows == allocator.size_swa
+            free, all_slots = allocator.full_available_size(), allocator.size_full
+        else:
+            free = allocator.available_size()
+        assert free + used == all_slots == self.scheduler.max_total_num_tokens
+        if tree.supports_mamba():
+            states = tree.req_to_token_pool.mamba_allocator
+            used = tree.mamba_evictable_size() + tree.mamba_protected_size()
+            assert states.available_size() + used == states.size
         tree.sanity_check()
         slots = tree.all_values_flatten() if tree.total_size()[0] else []
         assert len(set(map(int, slots))) == len(slots), "a device slot has two owners"

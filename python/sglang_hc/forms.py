@@ -22,17 +22,27 @@ CHUNK_ALIGN = 4096
 INDEX_GROUP = 128
 """Elements of a sparse-attention index that share a scale."""
 
+STATE_ALIGN = 64
+"""Alignment in bytes of each part of a recurrent layer's state, so that it can be copied by words.
+"""
+
 
 class PlanError(ConfigError):
     """A layer plan that cannot be parsed or does not fit the model. The message is for users."""
 
 
 class Form(enum.Enum):
-    """How one layer's state of a span of tokens is kept off the GPU."""
+    """How one layer's state of a span of tokens is kept off the GPU.
+
+    WINDOW: K and V of the last tokens before an end, of a layer with a sliding window. STATE: the
+    state of a recurrent layer at an end.
+    """
 
     RECOMPUTE = "recompute"
     HIDDEN = "hidden"
     KV = "kv"
+    WINDOW = "window"
+    STATE = "state"
 
 
 @dataclass(frozen=True)
@@ -176,8 +186,116 @@ class DraftLayers:
 NO_DRAFT = DraftLayers()
 
 
-def _align(size: int) -> int:
-    return -(-size // CHUNK_ALIGN) * CHUNK_ALIGN
+def _align(size: int, to: int = CHUNK_ALIGN) -> int:
+    return -(-size // to) * to
+
+
+@dataclass(frozen=True)
+class WindowLayers:
+    """Layers with sliding-window attention. To go on behind token E they need the K and V of tokens
+    [E - tokens, E).
+
+    layers: their numbers in the model. parts: bytes of each row that their pool keeps of a token,
+    as `StateShape.kv_parts`, per rank; one size for all of them.
+    """
+
+    layers: tuple[int, ...] = ()
+    tokens: int = 0
+    parts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StateLayers:
+    """Recurrent layers. To go on behind token E they need the state that they had there.
+
+    layers: their numbers in the model. parts: bytes of each tensor of a layer's state (convolution,
+    recurrence), per rank; one size for all of them. dtypes: names of the tensors' element types, a
+    part of every identity.
+    """
+
+    layers: tuple[int, ...] = ()
+    parts: tuple[int, ...] = ()
+    dtypes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class EndLayout:
+    """Where each chunk lies inside an end part: what layers without full attention keep of a block.
+
+    An end part is the WINDOW chunks in layer order, then the STATE chunks in layer order. A WINDOW
+    chunk is, for each part, `BLOCK_TOKENS` rows of that part; a STATE chunk has the state behind
+    the block's last token, each of its parts at a multiple of STATE_ALIGN. Every chunk is padded to
+    CHUNK_ALIGN. Layers have their numbers in the model; those with full attention are numbered
+    among themselves in `BlockLayout`, in the order of `full_layers`.
+    """
+
+    window: WindowLayers = WindowLayers()
+    state: StateLayers = StateLayers()
+
+    def __post_init__(self) -> None:
+        layers = (*self.window.layers, *self.state.layers)
+        if not layers or len(set(layers)) < len(layers):
+            raise PlanError(f"{self}: an end has layers, and each of them one form")
+        if self.window.layers and self.window.tokens < 1:
+            raise PlanError(f"{self}: a window has at least one token")
+        if self.state.layers and self.blocks > 1:
+            raise PlanError(f"{self}: recurrent layers beside windows of more than a block")
+
+    @property
+    def blocks(self) -> int:
+        """Blocks before an end whose end parts it needs: all that its windows reach into."""
+        return max(1, -(-self.window.tokens // BLOCK_TOKENS))
+
+    @property
+    def has_state(self) -> bool:
+        return bool(self.state.layers)
+
+    def full_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Numbers of the layers with full attention, of a model with so many layers."""
+        others = {*self.window.layers, *self.state.layers}
+        return tuple(layer for layer in range(num_layers) if layer not in others)
+
+    def form(self, layer: int) -> Form | None:
+        """Form of one layer; None for one with full attention."""
+        if layer in self.window.layers:
+            return Form.WINDOW
+        return Form.STATE if layer in self.state.layers else None
+
+    @cached_property
+    def state_offsets(self) -> tuple[int, ...]:
+        """Where each part of a layer's state begins inside its chunk; the end of the last one."""
+        sizes = (_align(part, STATE_ALIGN) for part in self.state.parts)
+        return tuple(accumulate(sizes, initial=0))
+
+    @cached_property
+    def window_chunk_bytes(self) -> int:
+        return _align(BLOCK_TOKENS * sum(self.window.parts))
+
+    @cached_property
+    def state_chunk_bytes(self) -> int:
+        return _align(self.state_offsets[-1])
+
+    @cached_property
+    def window_bytes(self) -> int:
+        """Of all WINDOW chunks, which come first."""
+        return len(self.window.layers) * self.window_chunk_bytes
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        return self.window_bytes + len(self.state.layers) * self.state_chunk_bytes
+
+    def chunks(self) -> list[tuple[int, int, int]]:
+        """(layer, offset, length) of every chunk, in slot order, padding included."""
+        window, state = self.window_chunk_bytes, self.state_chunk_bytes
+        found = [(layer, i * window, window) for i, layer in enumerate(self.window.layers)]
+        base = self.window_bytes
+        return found + [(n, base + i * state, state) for i, n in enumerate(self.state.layers)]
+
+    def fingerprint(self, blocks: bytes) -> bytes:
+        """16-byte digest under which end parts are kept. blocks: fingerprint of the blocks."""
+        digest = hashlib.blake2b(digest_size=16, key=blocks, person=b"sglang-hc ends")
+        digest.update(repr(self).encode())
+        return digest.digest()
 
 
 @dataclass(frozen=True)
@@ -188,11 +306,15 @@ class BlockLayout:
     draft layers last. A HIDDEN chunk is `BLOCK_TOKENS` rows of `hidden_bytes`; a KV chunk is, for
     each part, `BLOCK_TOKENS` rows of that part. Every chunk is padded to CHUNK_ALIGN, so all chunks
     of one form have one stride. Draft layers are numbered behind the model's.
+
+    ends: what layers without full attention keep beside the slot; plan and shape are then of the
+    layers with full attention alone. None where all layers have it.
     """
 
     plan: LayerPlan
     shape: StateShape
     draft: DraftLayers = NO_DRAFT
+    ends: EndLayout | None = None
 
     def __post_init__(self) -> None:
         if self.plan.num_layers != self.shape.num_layers:
@@ -267,6 +389,7 @@ class BlockLayout:
             str(self.plan),
             repr(self.shape),
             *([repr(self.draft)] if self.draft.count else []),
+            *([repr(self.ends)] if self.ends is not None else []),
             *extra,
         )
         text = "\x00".join(f"{len(part)}:{part}" for part in parts)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_hc.capture.capture import Segment
 from sglang_hc.capture.saving import STRAIGHT_ROWS
-from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
+from sglang_hc.forms import BLOCK_TOKENS, EndLayout, LayerPlan, StateLayers
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.copy_streams import LateCopyStream
@@ -232,3 +232,16 @@ def test_rows_that_nobody_keeps_take_no_room_of_those_around_them(between: int) 
     for seed in (1, 2):
         commit(tiers, seed, 1)
         assert kept(tiers, seed, 1) == 1
+
+
+def test_nothing_is_kept_of_a_block_inside_which_nobody_can_go_on() -> None:
+    """Layers without full attention are kept at ends of blocks alone."""
+    layout = EndLayout(state=StateLayers((1,), (8,), ("uint8",)))
+    for ends, tokens in ((None, 100), (layout, BLOCK_TOKENS)):
+        tiers, pool, _ = build(LayerPlan(0, 0, 2), slots=4, device_slots=3000, ends=ends)
+        fill_pool(pool)
+        commit(tiers, 1, 100, final=False)
+        assert kept(tiers, 1, 100) == tokens
+        commit(tiers, 1, 130)
+        assert kept(tiers, 1, 130) == (130 if ends is None else 128)
+        assert tiers.host.staged_slots == 0

@@ -28,7 +28,7 @@ from support.storm_plans import storm_of
 pytestmark = pytest.mark.long
 
 QUICK = range(14)
-NIGHTLY, TOGETHER = 1000, 20
+NIGHTLY, WITH_WINDOWS, TOGETHER = 1000, 200, 20
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def seen() -> Counter[str]:
     return Counter()
 
 
-def check(seed: int, oracle: Oracle, seen: Counter[str]) -> None:
-    storm = storm_of(seed)
+def check(seed: int, oracle: Oracle, seen: Counter[str], kind: str = "") -> None:
+    storm = storm_of(seed, kind)
     report = storms.run(storm, oracle)
     seen.update(report.counts)
     assert not report.wrong, "\n".join([*report.wrong, storms.script(storm)])
@@ -71,6 +71,15 @@ def test_a_thousand(oracle: Oracle, first: int) -> None:
     storms.learn(seeds, oracle)
     for seed in seeds:
         check(seed, oracle, Counter())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, WITH_WINDOWS, TOGETHER))
+def test_with_sliding_windows(oracle: Oracle, first: int) -> None:
+    seeds = range(first, first + TOGETHER)
+    storms.learn(seeds, oracle, "gpt-oss-96")
+    for seed in seeds:
+        check(seed, oracle, Counter(), "gpt-oss-96")
 
 
 # -- what a storm finds ---------------------------------------------------------------------------

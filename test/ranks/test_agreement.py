@@ -62,6 +62,25 @@ class Pair:
         return self.group.told > before
 
 
+def test_blocks_and_end_parts_of_one_disk_are_decided_on_their_own() -> None:
+    """Both name their operations by numbers from 1 on."""
+    pair = Pair()
+    parts = [FakeIo(writes_wait=True), FakeIo(writes_wait=True)]
+    ends = [
+        KnownBlocks(agreement.blocks(disk, 9, ends=True), agreement.clock)
+        for agreement, disk in zip(pair.group.agreements, parts, strict=True)
+    ]
+    for both in (pair.blocks, ends):
+        for blocks in both:
+            blocks.write(1, block(1), 0, 30.0)
+    for disk in pair.disks:
+        disk.step(Outcome.OK)
+    for disk, outcome in zip(parts, (Outcome.OK, Outcome.NO_SPACE), strict=True):
+        disk.step(outcome)
+    assert [[done.outcome for done in found] for found in pair.a_pass()] == [[Outcome.OK]] * 2
+    assert [[done.outcome for done in one.poll()] for one in ends] == [[Outcome.NO_SPACE]] * 2
+
+
 def block(number: int) -> Block:
     return Block(name(number), name(0), "", 0, b"")
 

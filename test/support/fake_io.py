@@ -12,7 +12,7 @@ import numpy as np
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone
-from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.host_pool import SlotPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.forgetting import Forgetting
 
@@ -44,7 +44,7 @@ class FakeIo:
 
     def __init__(
         self,
-        pool: HostPool | None = None,
+        pool: SlotPool | None = None,
         *,
         capacity: int = 0,
         clock: Callable[[], float] = lambda: 0.0,

@@ -29,7 +29,8 @@ def nothing_runs(core: Any) -> None:
     """No request has a lock, device slots, a restoration or a place in a queue any more. core: a
     `Core` that is idle."""
     tree = core.tree
-    assert tree.protected_size() == 0, "a lock is left on the device tree"
+    locked = tree.protected_size(), tree.swa_protected_size(), tree.mamba_protected_size()
+    assert not any(locked), f"a lock is left on the device tree: {locked}"
     tiers = getattr(tree, "tiers", None)
     if tiers is None:
         return
@@ -51,6 +52,10 @@ def nothing_is_saved(core: Any) -> None:
     if tiers is None:
         return
     assert not tiers.host.staged_slots, "a staged slot is left"
+    if tiers.ends is not None:
+        assert not tiers.ends.staged_slots, "a staged slot of an end part is left"
+        ends = [node.end for node in tiers.host.tree.nodes() if node.end is not None]
+        assert all(one.ready and not one.pins for one in ends), "an end part is left on its way"
     assert tiers.disk is None or not len(tiers.disk.coming), "a block is still on its way"
     pinned = [node for node in tiers.host.tree.nodes() if node.pins]
     # A sample of what was restored stays until it is audited.

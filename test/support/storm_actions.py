@@ -16,7 +16,8 @@ PLAIN_MODEL, ADAPTED_MODEL = "llama-mha", "llama-gqa"
 class Engine:
     """How an engine starts. host_gib, pool (tokens): sizes of its tiers. disk: it has one, the same
     directory as the engines before it. meets: by its profile, histories are half computed and half
-    read. weights, adapters: versions of its files, by an adapter's name."""
+    read. weights, adapters: versions of its files, by an adapter's name. kind: name of a model of
+    `window_model`; empty for one whose layers all have full attention."""
 
     plan: str = "kv"
     pool: int = 640
@@ -27,10 +28,11 @@ class Engine:
     flags: tuple[str, ...] = ()
     weights: int = 0
     adapters: dict[str, int] = field(default_factory=dict)
+    kind: str = ""
 
     @property
     def model(self) -> str:
-        return ADAPTED_MODEL if self.adapters else PLAIN_MODEL
+        return self.kind or (ADAPTED_MODEL if self.adapters else PLAIN_MODEL)
 
 
 @dataclass(frozen=True)

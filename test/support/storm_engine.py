@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support import window_core
 from support.adapters import adapter_flags, adapter_ids
 from support.core import Core, Idle
 from support.storm_actions import (
@@ -121,6 +122,7 @@ class Player:
 
         profile = {"profile": halving_profile(folder)} if engine.meets else {}
         model = oracle.weights(engine.model, engine.weights)
+        flags = [*window_core.prepared(model), *flags]
         self.core = StormCore(weather, *flags, model=model, **profile)
         self.core.believe_profile()
         self._ids = adapter_ids(self.core) if engine.adapters else {}

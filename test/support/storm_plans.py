@@ -46,15 +46,15 @@ _FLAGS: tuple[tuple[str, ...], ...] = (
 )
 
 
-def storm_of(seed: int) -> Storm:
-    """The same for the same seed, on every machine."""
-    return _Author(seed).storm()
+def storm_of(seed: int, kind: str = "") -> Storm:
+    """The same for the same seed, on every machine. kind: see `Engine`."""
+    return _Author(seed, kind).storm()
 
 
 class _Author:
     """Writes one storm, scene by scene."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, kind: str) -> None:
         self._seed = seed
         self._rng = rng = random.Random(f"storm {seed}")
         adapters = {name: 0 for name in ADAPTERS} if rng.random() < 0.3 else {}
@@ -68,6 +68,8 @@ class _Author:
             flags=rng.choice(_FLAGS),
             adapters=adapters,
         )
+        if kind:
+            self._engine = replace(self._engine, kind=kind, plan="kv", adapters={}, meets=False)
         self._first = self._engine
         self._actions: list[Action] = []
         self._sent: list[Send] = []
@@ -182,7 +184,7 @@ class _Author:
         changed: dict[str, object] = {"weights": rng.choice((0, 0, 0, 1))}
         if old.adapters:
             changed["adapters"] = {name: rng.randrange(VERSIONS) for name in old.adapters}
-        elif rng.random() < 0.3:
+        elif rng.random() < 0.3 and not old.kind:
             changed["plan"] = rng.choice(PLANS)
         if rng.random() < 0.7:
             self._actions.append(Drain(settle=True))

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from support import window_model
 from support.core import run_in_child
 from support.storm_actions import Clock, Phase, Send, Storm, phases
 from support.storm_engine import Fate, Outcome, play
@@ -130,9 +131,10 @@ def repeat(storm: Storm) -> None:
     sys.exit(bool(report.wrong))
 
 
-def learn(seeds: Iterable[int], oracle: Oracle) -> None:
+def learn(seeds: Iterable[int], oracle: Oracle, kind: str = "") -> None:
     """Ask for the answers of many storms at once."""
-    oracle.learn(ask for seed in seeds for phase in phases(storm_of(seed)) for ask in phase.asks)
+    storms = (storm_of(seed, kind) for seed in seeds)
+    oracle.learn(ask for storm in storms for phase in phases(storm) for ask in phase.asks)
 
 
 def _seeds(text: str) -> Sequence[int]:
@@ -150,15 +152,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m support.storms")
     parser.add_argument("--seeds", default="0:20", help="FIRST:END, or some: 3,17,40")
     parser.add_argument("--cache", type=Path, help="folder for answers (default: a new one)")
+    parser.add_argument("--kind", default="", choices=("", *window_model.MODELS))
     parser.add_argument("--shrink", action="store_true", help="look for a shorter storm")
     args = parser.parse_args(argv)
     seeds = _seeds(args.seeds)
     failed, counts = 0, Counter[str]()
     with tempfile.TemporaryDirectory(prefix="oracle-") as folder:
         oracle = Oracle(args.cache or Path(folder))
-        learn(seeds, oracle)
+        learn(seeds, oracle, args.kind)
         for seed in seeds:
-            began, storm = time.monotonic(), storm_of(seed)
+            began, storm = time.monotonic(), storm_of(seed, args.kind)
             report = run(storm, oracle)
             counts += report.counts
             took = time.monotonic() - began

@@ -20,6 +20,7 @@ from sglang_hc.forms import (
     NO_DRAFT,
     BlockLayout,
     DraftLayers,
+    EndLayout,
     LayerPlan,
     StateShape,
 )
@@ -128,17 +129,19 @@ def build(
     store: Callable[[HostPool], LocalBlockIo] | None = None,
     clock: Callable[[], float] = time.monotonic,
     ranks: Ranks = ALONE, notes: list[Note] | None = None,
-    draft: DraftLayers = NO_DRAFT,
+    draft: DraftLayers = NO_DRAFT, ends: EndLayout | None = None,
 ) -> tuple[Tiers, ToyPool, StepExecutor]:  # fmt: skip
     """Tiers over toy parts. `rows` x `buffers` bounds what may be on its way to slots.
 
     ring: bytes that stand for the device's own memory, which rows are saved through; 0 for none.
     disk: makes what lies below the host tier, whose requests are fetched as they arrive. store:
     makes a remote store behind the disk. ranks: who decides with them; several have a clock of
-    their own. notes: get what the host tier does, and what reads took.
+    their own. notes: get what the host tier does, and what reads took. ends: what other layers
+    keep.
     """
     clock = clock if ranks.count == 1 else ranks.clock
-    layout = BlockLayout(plan, StateShape(plan.num_layers, HIDDEN_BYTES, PARTS, "uint8"), draft)
+    shape = StateShape(plan.num_layers, HIDDEN_BYTES, PARTS, "uint8")
+    layout = BlockLayout(plan, shape, draft, ends)
     host = host_tier(slots, fingerprint=layout.fingerprint("toy"))
     if notes is not None:
         note_calls(host, CALLS, notes)

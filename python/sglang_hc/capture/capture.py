@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_hc.capture.direct import DirectRows
+from sglang_hc.capture.ends import EndRows, EndSaver, places_of
 from sglang_hc.capture.saving import DeviceState, PassRows, kv_rows
 from sglang_hc.capture.verified import Held
 from sglang_hc.device.gather_scatter import word
@@ -77,8 +78,10 @@ class Capture:
         device: DeviceState,
         on_ready: Callable[[BlockNode], None],
         clock: Callable[[], float] = time.monotonic,
+        ends: EndSaver | None = None,
     ) -> None:
-        """on_ready: told of every block whose bytes are in place."""
+        """on_ready: told of every block whose bytes are in place. ends: None where all layers have
+        full attention."""
         self._layout = layout
         self._tier = tier
         self.scatters = scatters
@@ -89,6 +92,7 @@ class Capture:
         self._pool = device.pool
         self._on_ready = on_ready
         self._clock = clock
+        self._ends = ends
         self._stages: dict[Serial, _Stage] = {}
         self.counters: Counter[str] = Counter()
 
@@ -181,20 +185,35 @@ class Capture:
         """What was held of the last verify pass, once; None without hidden layers."""
         return None if self._verified is None else self._verified.take()
 
-    def commit(self, request: Serial, kept: Prefix, slots: torch.Tensor, final: bool) -> None:
+    def commit(
+        self,
+        request: Serial,
+        kept: Prefix,
+        slots: torch.Tensor,
+        final: bool,
+        end: EndRows | None = None,
+    ) -> None:
         """The radix tree keeps `kept` of this request: make the blocks that the host tier lacks.
 
         slots: (tokens,) int64 device slots of what is kept. final: the request is over, and its
         stage ends. Until then the partial last block is kept as a copy, because the request goes on
-        writing to its own slot.
+        writing to its own slot. end: what is needed to go on behind some of its blocks; None where
+        all layers have full attention.
         """
+        if self._layout.ends is not None:  # nobody can go on inside a block
+            kept = kept.up_to(kept.num_tokens // BLOCK_TOKENS)
         match = self._tier.tree.match(kept)
+        known = match.branches_at(kept)
         if match.tokens < kept.num_tokens:
             self._tier.pin(match.nodes)  # making room must not take the path we extend
             self._publish(request, kept, match, slots, final)
             self._tier.unpin(match.nodes)
             match = self._tier.tree.match(kept)
         self._tier.access(match.nodes, self._clock())
+        if end is not None and self._ends is not None:
+            whole = match.nodes[: match.tokens // BLOCK_TOKENS]
+            places = places_of(end, kept.num_tokens, known, final)
+            self._ends.save(whole, end, places, self.counters)
         if final:
             self.drop(request)
         else:

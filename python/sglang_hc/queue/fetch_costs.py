@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
@@ -20,23 +20,41 @@ from sglang_hc.queue.requests import Serial
 from sglang_hc.tree.identity import BlockPath
 
 
+class FetchedEnd(NamedTuple):
+    """The end that a fetch is for, where paths need ends (`tree.ends`). blocks: up to it. usable:
+    blocks up to the end that host memory has. begin: starts to read the end parts that are lacking,
+    and gives the name under which their coming is told, or None where there is no room; None where
+    nothing is lacking."""
+
+    blocks: int
+    usable: int
+    begin: Callable[[IsProtected[Block] | None], bytes | None] | None
+
+
 @dataclass(frozen=True, slots=True)
 class Missing:
     """What a fetch would bring for a waiting request: blocks [first, first + count) of its path.
 
     path: of its prompt. first: blocks of it in host memory, without a gap. sources: where each of
     those behind them lies, without a gap; empty when the device has their tokens. on_device: tokens
-    that the device has.
+    that the device has. end: to which the fetch must come, with end parts, to be of use; None where
+    each block is.
     """
 
     path: BlockPath
     first: int
     sources: Sequence[SourceTier]
     on_device: int
+    end: FetchedEnd | None = None
 
     @property
     def count(self) -> int:
         return len(self.sources)
+
+    @property
+    def is_nothing(self) -> bool:
+        """Neither blocks nor end parts are lacking."""
+        return not self.sources and (self.end is None or self.end.begin is None)
 
     def saved(self, costs: RestorePlanner, first: int, end: int) -> float:
         """Seconds by which the request starts sooner when host memory has `end` blocks of the path

@@ -19,7 +19,7 @@ from itertools import islice
 
 from sglang_hc.policy.eviction import Block, IsProtected
 from sglang_hc.policy.planner import RestorePlanner
-from sglang_hc.queue.fetch_costs import Below, Missing, TurnEstimate
+from sglang_hc.queue.fetch_costs import Below, FetchedEnd, Missing, TurnEstimate
 from sglang_hc.queue.lookahead import EVICTION_STRETCH, LookAhead, RunningMean, window_length
 from sglang_hc.queue.requests import QueuedPrompt, Serial, not_told
 
@@ -197,7 +197,7 @@ class Prefetcher:
                 self._quiet = 0
                 continue
             self._unseen.pop(request, None)
-            if missing.count:
+            if not missing.is_nothing:
                 yield turn_in, request, missing
             else:
                 self._reached(request, missing, missing.first)
@@ -252,7 +252,7 @@ class Prefetcher:
         missing = self._below.missing(request)
         if missing is None:
             return False
-        if not missing.count:
+        if missing.is_nothing:
             return True
         wanted = self._start(request, missing, 0.0, at_turn=True)
         if self.requests.is_fetching(request):
@@ -287,10 +287,15 @@ class Prefetcher:
         elif first < end:
             self.counters["prefetch_not_worth"] += 1
             started = self._try(request, missing, first, end)
-        if started < wanted:
+        lacks_room = started < wanted
+        if missing.end is not None and first + started == missing.first + missing.count:
+            lacks_room = not self._begin_end(request, missing, missing.end)
+        if lacks_room:
             self._unseen[request] = None
         self._reached(request, missing, first + started)
-        if wanted or not started:
+        if missing.end is not None:
+            patience = missing.saved(self.costs, missing.end.usable, missing.end.blocks)
+        elif wanted or not started:
             patience = missing.saved(self.costs, missing.first, first + wanted)
         else:
             patience = missing.try_seconds(self.costs)
@@ -312,11 +317,21 @@ class Prefetcher:
         self.requests.wait(request, missing.path.block_ids[first : first + started])
         return started
 
+    def _begin_end(self, request: Serial, missing: Missing, end: FetchedEnd) -> bool:
+        """Fetch the end parts that the blocks there and on their way are to be continued with.
+        False where there is no room for them."""
+        if end.begin is None or missing.saved(self.costs, 0, end.blocks) < 0:
+            return True
+        name = end.begin(self._sooner_than(request))
+        if name is not None:
+            self.requests.wait(request, (name,))
+        return name is not None
+
     def _try(self, request: Serial, missing: Missing, first: int, end: int) -> int:
         """A fetch that is not worth it, now and then, so that the costs of fetching can be seen.
         A request counts once, however often it is looked at. Returns the blocks on their way."""
         tries, record = self.costs.tries, self.requests[request]
-        if tries is None or record.doubted:
+        if tries is None or record.doubted or missing.end is not None:
             return 0
         record.doubted = True
         if not tries.due:
@@ -334,6 +349,8 @@ class Prefetcher:
         stop, late = missing.in_time(self.costs, self._below.reading, first, end, turn_in)
         if stop < end and late <= missing.saved(self.costs, stop, end):
             stop = end
+        if missing.end is not None and stop < missing.first + missing.count:
+            return 0  # without its end the rest is of no use
         # At admission the whole run is restored, or nothing of it.
         return stop - first if missing.saved(self.costs, 0, stop) >= 0 else 0
 

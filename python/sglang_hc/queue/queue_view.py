@@ -84,6 +84,8 @@ class QueueView:
         """Blocks on their way into host memory."""
         if below is not None:
             below.coming.subscribe(self._came, self._lost)
+        if disk is not None and disk.ends is not None:
+            disk.ends.subscribe(self._end_came)
         if disk is not None and priority is not None:
             priority.subscribe(self._changed.update)
 
@@ -179,6 +181,13 @@ class QueueView:
             record = self.requests[request]
             record.loaded_tokens += blocks * loaded
             record.restore_seconds = None
+
+    def _end_came(self, name: bytes, has_end: bool) -> None:
+        """The end parts that somebody waits for have come, or will not."""
+        if has_end:
+            self._ended((name,), 0)
+        else:
+            self._prefetcher.fail(name)
 
     def _lost(self, block_id: bytes) -> None:
         if self._mover is not None:

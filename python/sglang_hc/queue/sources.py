@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 
@@ -14,10 +15,11 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, IsProtected
 from sglang_hc.policy.planner import RestorePlanner
-from sglang_hc.queue.fetch_costs import Missing
+from sglang_hc.queue.fetch_costs import FetchedEnd, Missing
 from sglang_hc.queue.meeting import Meetings, TailReads
 from sglang_hc.queue.mover import BlockMover
 from sglang_hc.queue.requests import QueuedPrompt, RequestTable, Serial
+from sglang_hc.store.ends_below import EndsBelow
 from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.tree.cuts import EarlierPath
 from sglang_hc.tree.host_tier import HostTier
@@ -43,6 +45,7 @@ class Sources:
         self._mover = mover
         self._requests = requests
         self._meetings = meetings
+        self._ends = None if disk is None else disk.ends
         self._now = clock
         below = disk if disk is not None else mover
         self.coming: Collection[bytes] = () if below is None else below.coming.block_ids
@@ -64,7 +67,20 @@ class Sources:
         on_device = self.look_at(request).on_device() if sources else 0
         if (first + len(sources)) * BLOCK_TOKENS <= on_device:
             sources = ()
-        return Missing(path, first, sources, on_device)
+        if self._ends is None:
+            return Missing(path, first, sources, on_device)
+        return self._up_to_end(self._ends, Missing(path, first, sources, on_device))
+
+    def _up_to_end(self, ends: EndsBelow, missing: Missing) -> Missing | None:
+        """What is missing up to the last end that can be had."""
+        found = ends.find(missing.path, missing.first + missing.count)
+        if found is None:
+            return None
+        lacks = found.lacking and found.blocks * BLOCK_TOKENS > missing.on_device
+        begin = partial(ends.fetch, missing.path, found) if lacks else None
+        sources = missing.sources[: max(0, found.blocks - missing.first)] if lacks else ()
+        end = FetchedEnd(found.blocks, found.usable, begin)
+        return replace(missing, sources=sources, end=end)
 
     def reading(self, tier: SourceTier) -> int:
         """Blocks that are being read from a tier."""

@@ -44,10 +44,12 @@ REPORT_S = 0.5
 """What a rank counted is shown to the others so often."""
 
 _KINDS = {
-    SourceTier.DISK: (Kind.BLOCK, Kind.BLOCK_LOOKUP),
-    SourceTier.REMOTE: (Kind.REMOTE, Kind.LOOKUP),
+    (SourceTier.DISK, False): (Kind.BLOCK, Kind.BLOCK_LOOKUP),
+    (SourceTier.REMOTE, False): (Kind.REMOTE, Kind.LOOKUP),
+    (SourceTier.DISK, True): (Kind.END, Kind.END_LOOKUP),
+    (SourceTier.REMOTE, True): (Kind.REMOTE_END, Kind.REMOTE_END_LOOKUP),
 }
-"""Reads and writes of a tier's blocks, and what is asked of it."""
+"""Reads and writes of a tier's blocks, or of its end parts, and what is asked of it."""
 
 MARK_PASSES = 2
 """Passes after which a point on the device is taken to be reached."""
@@ -76,9 +78,9 @@ class Ranks:
         """`inner` for scatters and copies; called once."""
         return inner
 
-    def blocks(self, inner: LocalBlockIo, capacity: int = 0) -> LocalBlockIo:
+    def blocks(self, inner: LocalBlockIo, capacity: int = 0, *, ends: bool = False) -> LocalBlockIo:
         """`inner` for blocks below the host tier. capacity: blocks that fit on every rank; 0 where
-        that is not known. Called once for each tier."""
+        that is not known. ends: for end parts. Called once for each tier."""
         return inner
 
     def pause(self) -> None:
@@ -163,8 +165,8 @@ class Agreement(Ranks):
         self._executor = AgreedExecutor(inner, self._pending[Kind.SCATTER])
         return self._executor
 
-    def blocks(self, inner: LocalBlockIo, capacity: int = 0) -> LocalBlockIo:
-        kind, questions = _KINDS[inner.tier]
+    def blocks(self, inner: LocalBlockIo, capacity: int = 0, *, ends: bool = False) -> LocalBlockIo:
+        kind, questions = _KINDS[inner.tier, ends]
         all_pending = self._pending[kind], self._pending[questions]
         is_first = self.rank == 0
         blocks = AgreedBlocks(inner, *all_pending, capacity, self.clock, is_first=is_first)

@@ -46,6 +46,10 @@ class Kind(enum.IntEnum):
     BLOCK_LOOKUP = 2
     REMOTE = 3
     LOOKUP = 4
+    END = 5
+    END_LOOKUP = 6
+    REMOTE_END = 7
+    REMOTE_END_LOOKUP = 8
 
 
 class Vote(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,8 +13,9 @@ import torch
 from sglang_hc.device.copy_stream import CopyStream, SideStream
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.restore.staging import HostSpan, StagingRing
-from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.host_pool import EndPool, HostPool
 from sglang_hc.tree.block_tree import BlockNode
+from sglang_hc.tree.ends import EndPart
 from sglang_hc.tree.identity import unpack_tokens
 
 
@@ -43,6 +44,30 @@ class Rotation(Protocol):
         (n,) int64. Rows whose positions are equal keep their bytes. Does not change its inputs."""
 
 
+@dataclass(frozen=True, eq=False)
+class WindowRows:
+    """Rows of the layers with sliding windows: those of the tokens in `ranges`, [begin, end) each
+    and in their order, to be written to `device_slots`, int64, in the pool of these layers.
+
+    parts: of consecutive blocks, the first of which has the number `first`.
+    """
+
+    parts: Sequence[EndPart]
+    first: int
+    ranges: Sequence[tuple[int, int]]
+    device_slots: torch.Tensor
+
+    def spans(self) -> list[HostSpan]:
+        """Where these rows lie in the pool of end parts."""
+        found = []
+        for begin, end in self.ranges:
+            for block in range(begin // BLOCK_TOKENS, -(-end // BLOCK_TOKENS)):
+                low, high = max(begin, block * BLOCK_TOKENS), min(end, (block + 1) * BLOCK_TOKENS)
+                slot = self.parts[block - self.first].slot
+                found.append(HostSpan(slot, low % BLOCK_TOKENS, high - low))
+        return found
+
+
 @dataclass(eq=False)
 class Restoration:
     """Tokens [start, stop) of one path, to be written to `device_slots` ((stop - start,) int64).
@@ -50,7 +75,8 @@ class Restoration:
     recompute: the layers below this one are recomputed and not loaded. It is at least the layer
     plan's recompute count; if it is larger, some stored layers are recomputed too.
     prefix_slots: (start,) int64 device slots of the tokens before, to which recomputed layers
-    attend. Not needed if nothing is recomputed. first: place of nodes[0] in the path.
+    attend. Not needed if nothing is recomputed. first: place of nodes[0] in the path. window: what
+    layers with sliding windows need to go on behind the path; None in a model without.
     """
 
     nodes: tuple[BlockNode, ...]
@@ -60,6 +86,7 @@ class Restoration:
     recompute: int = 0
     prefix_slots: torch.Tensor | None = None
     first: int = 0
+    window: WindowRows | None = None
 
     def spans(self, start: int, stop: int) -> list[HostSpan]:
         """Where tokens [start, stop) lie in the host pool."""
@@ -102,6 +129,20 @@ class Recomputer(Protocol):
 
 
 @dataclass(frozen=True)
+class EndPath:
+    """What end parts pass through beside blocks. sink: the pool of the layers with sliding windows,
+    which are numbered there among themselves.
+
+    numbers: of the model's layers, in the order of the model: what each has in a restore pass,
+    those with full attention from 0 on, those with windows behind them.
+    """
+
+    pool: EndPool
+    sink: RestoreSink
+    numbers: Mapping[int, int]
+
+
+@dataclass(frozen=True)
 class RestorePath:
     """What restorations pass through on their way from the host tier into the KV pool.
 
@@ -109,7 +150,8 @@ class RestorePath:
     beside the compute stream, `SIDE_LAYERS` layers ahead of the layer that is waited for; with None
     it is submitted to the compute stream when it is waited for. rotation: moves K of blocks that
     have moved; None where none does. in_turn: hidden states are projected in their own layer's turn
-    alone, because its weights come to the device for that.
+    alone, because its weights come to the device for that. ends: None where all layers have full
+    attention.
     """
 
     pool: HostPool
@@ -119,6 +161,7 @@ class RestorePath:
     side_stream: SideStream | None = None
     rotation: Rotation | None = None
     in_turn: bool = False
+    ends: EndPath | None = None
 
     @property
     def copy_stream(self) -> CopyStream:

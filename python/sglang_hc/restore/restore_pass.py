@@ -81,7 +81,8 @@ class RestorePass:
         self._staging = path.staging
         self._recomputer = path.recomputer
         self._rotation = path.rotation
-        self._source = LayerSource(path.pool)
+        self._ends = path.ends
+        self._source = LayerSource(path.pool, None if path.ends is None else path.ends.pool)
         self._in_turn = path.in_turn
         self._ordered = sorted(restorations, key=lambda r: r.recompute)
         self._slots = torch.cat([r.device_slots for r in self._ordered])
@@ -89,6 +90,10 @@ class RestorePass:
         self._positions = torch.cat(
             [torch.arange(r.start, r.stop, dtype=torch.int64, device=device) for r in self._ordered]
         )
+        self._windows = [r.window for r in self._ordered if r.window is not None]
+        """Of restorations whose ends have any rows to bring back."""
+        own = [window.device_slots for window in self._windows]
+        self._window_slots = torch.cat(own) if own else self._slots[:0]
         self._moved_from = _moved_from(self._ordered, self._positions)
         self._todo = deque(self._in_order(list(self._loads()), kv_per_hidden))
         self._open = Counter(load.layer for load in self._todo)
@@ -123,6 +128,12 @@ class RestorePass:
 
         Pieces of other layers that were copied before its own become valid with it.
         """
+        if self._ends is not None:
+            layer = self._ends.numbers[layer]
+        self._wait(layer)
+
+    def _wait(self, layer: int) -> None:
+        """`wait`, by the number of a layer in this pass."""
         self._submit_beside(layer)
         while self._open[layer]:
             self._advance()
@@ -134,7 +145,7 @@ class RestorePass:
         while self._staged or self._todo:
             self._advance()
         for layer in list(self._beside):
-            self.wait(layer)
+            self._wait(layer)
         self._staging.release(self.finish)
         self._observer.finished()
 
@@ -154,6 +165,9 @@ class RestorePass:
 
     def _in_order(self, loads: Sequence[_Load], kv_per_hidden: float) -> Iterator[_Load]:
         """The loads in the order of their copies. Within a form it is the order of the layers."""
+        if self._ends is not None:  # nothing is projected, and all goes by the order of the model
+            places = {number: place for place, number in enumerate(self._ends.numbers.values())}
+            return iter(sorted(loads, key=lambda load: places[load.layer]))
         rows: Counter[int] = Counter()
         for load in loads:
             rows[load.layer] += load.piece.rows
@@ -202,6 +216,18 @@ class RestorePass:
                 pieces = list(cut([span for spans in rows for span in spans], limit))
                 key = count, limit, lag
             yield from (_Load(layer, piece) for piece in pieces)
+        yield from self._window_loads()
+
+    def _window_loads(self) -> Iterator[_Load]:
+        """As `_loads`, of the layers with sliding windows."""
+        if self._ends is None or not self._windows:
+            return
+        first = self._source.first_window
+        limit = self._staging.rows(sum(self._source.widths(first)))
+        spans = [span for window in self._windows for span in window.spans()]
+        pieces = list(cut(spans, limit))
+        for index in range(len(self._ends.pool.layout.window.layers)):
+            yield from (_Load(first + index, piece) for piece in pieces)
 
     def _run_ahead(self) -> None:
         """Enqueue copies into every free frame."""
@@ -242,12 +268,17 @@ class RestorePass:
         layer, first, parts, event, done = self._staged[0]
         self._copy_stream.before_compute(event)
         rows = slice(first, first + parts[0].shape[0])
-        slots, form = self._slots[rows], self._layout.form(layer)
+        window = self._source.window_layer(layer)
+        form = Form.WINDOW if window is not None else self._layout.form(layer)
+        slots = self._slots[rows] if window is None else self._window_slots[rows]
         if form is Form.KV:
             parts = list(self._moved(layer, parts, rows))
         begin = self._observer.write_begin(form, beside=self._side_stream is not None)
         if form is Form.HIDDEN:
             self._sink.write_hidden(layer, parts[0], self._positions[rows], slots)
+        elif window is not None:
+            assert self._ends is not None
+            self._ends.sink.write_kv(window, parts, slots)
         else:
             self._sink.write_kv(layer, parts, slots)
         self._observer.write_end(begin, form, slots.numel())

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from sglang_hc.policy.planner import RestorePlanner
@@ -25,6 +26,7 @@ from sglang_hc.restore.path import Restoration, RestorePath
 from sglang_hc.restore.restore_pass import LayerGate, RestorePass
 from sglang_hc.store.scatter_queue import Event
 from sglang_hc.tree.block_tree import BlockNode
+from sglang_hc.tree.ends import Ends
 from sglang_hc.tree.host_tier import HostTier
 
 
@@ -47,9 +49,10 @@ class Restorer:
         observer: CostObserver | None,
         counters: Counter[str],
         ranks: Ranks = ALONE,
+        ends: Ends | None = None,
     ) -> None:
         """observer: sees what restorations and prefills take; None where there are no costs to
-        correct."""
+        correct. ends: of the host tier; None where all layers have full attention."""
         self._ranks = ranks
         self.path = path
         self.planner = planner
@@ -57,9 +60,10 @@ class Restorer:
         self.counters = counters
         self.gate = LayerGate(observer)
         self._host = host
+        self._ends = ends
         self._queued: list[_Queued] = []
         self._running: dict[int, list[_Queued]] = {}
-        self._releasing: deque[tuple[Event, Sequence[BlockNode]]] = deque()
+        self._releasing: deque[tuple[Event, Callable[[], None]]] = deque()
 
     @property
     def num_queued(self) -> int:
@@ -69,7 +73,7 @@ class Restorer:
         """Take back what was queued behind the first `keep` restorations."""
         while len(self._queued) > keep:
             one = self._queued.pop()
-            self._host.unpin(one.restoration.nodes)
+            self._unpin((one,))
             one.release()
 
     @property
@@ -89,6 +93,10 @@ class Restorer:
         assert restoration.recompute >= stored_from, "layers that are not stored"
         self._host.pin(restoration.nodes)
         self._host.access(restoration.nodes, self._ranks.clock())
+        if restoration.window is not None:
+            assert self._ends is not None
+            self._ends.pin(restoration.window.parts)
+            self._ends.used(restoration.nodes[-1])
         self._queued.append(_Queued(restoration, release))
         tokens = restoration.stop - restoration.start
         self.counters["restored_tokens"] += tokens
@@ -115,7 +123,8 @@ class Restorer:
         now are over."""
         self._host.pin(nodes)
         self._host.access(nodes, self._ranks.clock())
-        self._releasing.append((self._ranks.mark(self.path.copy_stream.record()), nodes))
+        copied = self._ranks.mark(self.path.copy_stream.record())
+        self._releasing.append((copied, partial(self._host.unpin, nodes)))
 
     def restore_early(self, restorations: Sequence[Restoration]) -> Event:
         """Submit restorations of blocks before the pass of their request, and of all their layers.
@@ -163,8 +172,8 @@ class Restorer:
         if self.observer is not None:
             self.observer.poll()
         while self._releasing and self._releasing[0][0].done():
-            _, nodes = self._releasing.popleft()
-            self._host.unpin(nodes)
+            _, unpin = self._releasing.popleft()
+            unpin()
 
     def clear(self) -> None:
         """Wait for the copies under way."""
@@ -181,8 +190,15 @@ class Restorer:
         for one in done:
             one.release()
         copied = self._ranks.mark(self.path.copy_stream.record())
-        self._releasing.append((copied, [node for one in done for node in one.restoration.nodes]))
+        self._releasing.append((copied, partial(self._unpin, done)))
         return True
+
+    def _unpin(self, done: Sequence[_Queued]) -> None:
+        """The blocks of these restorations, and their end parts."""
+        for one in done:
+            self._host.unpin(one.restoration.nodes)
+            if one.restoration.window is not None and self._ends is not None:
+                self._ends.unpin(one.restoration.window.parts)
 
     def _pass(self, restorations: Sequence[Restoration]) -> RestorePass:
         rate = self.planner.kv_per_hidden(sum(r.stop - r.start for r in restorations))

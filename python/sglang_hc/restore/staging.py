@@ -17,7 +17,7 @@ import torch
 from sglang_hc.device.copy_stream import CopyStream
 from sglang_hc.device.cuda_copies import Ranges
 from sglang_hc.forms import BLOCK_TOKENS, Form, StateShape
-from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.host_pool import EndPool, HostPool
 from sglang_hc.store.scatter_queue import Event
 
 CUDA_FRAMES = (8, 32 << 20)
@@ -101,17 +101,27 @@ def cut(spans: Sequence[HostSpan], limit: int) -> Iterator[Piece]:
 
 
 class LayerSource:
-    """Each layer's part of the host pool in the layer's form."""
+    """Each layer's part of the host pool in the layer's form. Layers with sliding windows are
+    numbered behind the blocks' own."""
 
-    def __init__(self, pool: HostPool) -> None:
+    def __init__(self, pool: HostPool, ends: EndPool | None = None) -> None:
         layout = pool.layout
         self._layout = layout
         self._hidden = torch.from_numpy(pool.hidden)
         self._kv = [torch.from_numpy(part) for part in pool.kv]
+        self._window = [] if ends is None else [torch.from_numpy(part) for part in ends.window]
+        self.first_window = layout.plan.num_layers + layout.draft.count
+        """Number of the first layer with a sliding window."""
+
+    def window_layer(self, layer: int) -> int | None:
+        """Its number among the layers with sliding windows; None where it is none of them."""
+        return layer - self.first_window if layer >= self.first_window else None
 
     def parts(self, layer: int) -> list[torch.Tensor]:
         """(slots, BLOCK_TOKENS, row bytes) uint8 per part of the layer's form: one, or K and V."""
-        plan = self._layout.plan
+        plan, window = self._layout.plan, self.window_layer(layer)
+        if window is not None:
+            return [part[:, window] for part in self._window]
         if self._layout.form(layer) is Form.HIDDEN:
             return [self._hidden[:, layer - plan.recompute]]
         return [part[:, layer - plan.recompute - plan.hidden] for part in self._kv]
@@ -119,6 +129,8 @@ class LayerSource:
     def widths(self, layer: int) -> list[int]:
         """Row bytes of each part."""
         shape = self._layout.shape
+        if self.window_layer(layer) is not None:
+            return [part.shape[3] for part in self._window]
         hidden = self._layout.form(layer) is Form.HIDDEN
         return [shape.hidden_bytes] if hidden else list(shape.kv_parts)
 
@@ -183,10 +195,12 @@ class StagingRing:
         device: torch.device,
         copy_stream: CopyStream,
         in_step: bool = False,
+        other_bytes: int = 0,
     ) -> StagingRing:
-        """The default for a device. Each frame holds at least a block of either form."""
+        """The default for a device. Each frame holds at least a block of either form, and of rows
+        of `other_bytes`."""
         frames, size = CUDA_FRAMES if device.type == "cuda" else CPU_FRAMES
-        least = BLOCK_TOKENS * max(shape.hidden_bytes, shape.kv_bytes)
+        least = BLOCK_TOKENS * max(shape.hidden_bytes, shape.kv_bytes, other_bytes)
         return cls(frames, max(size, least), device, copy_stream, in_step)
 
     def claim(self, finish: Callable[[], None]) -> None:

@@ -23,6 +23,7 @@ from sglang_hc.policy.eviction import IsProtected
 from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone, BlockIo, count_write
 from sglang_hc.store.disk.format import clip_label
+from sglang_hc.store.ends_below import EndsBelow
 from sglang_hc.store.erasures import Ended, Erasures
 from sglang_hc.store.executor import DRAIN_S
 from sglang_hc.store.outcome import GOOD, Outcome
@@ -58,7 +59,8 @@ BlockSeconds = Callable[[SourceTier], float]
 
 class LowerTier:
     """Writes blocks of one host tier through, and fetches them again. coming: the blocks on
-    their way. What it has of `BlockIo` by the same name is that."""
+    their way. ends: what goes below with them where paths need ends; set by whoever builds it. What
+    it has of `BlockIo` by the same name is that."""
 
     def __init__(
         self,
@@ -75,6 +77,7 @@ class LowerTier:
         self.now = clock
         self._usable = True
         self.coming = Promotions(host)
+        self.ends: EndsBelow | None = None
         self._tickets = itertools.count(1)
         self._reads: dict[int, tuple[Promotion, SourceTier]] = {}
         self._writes: dict[int, BlockNode] = {}
@@ -89,7 +92,7 @@ class LowerTier:
         """The last write to end, or to be asked for, did not fail."""
         self._asks = False
         self.counters, self.capacity, self.name = io.counts, io.capacity, io.name
-        self.touch, self.expect, self.levels = io.touch, io.expect, io.levels
+        self.touch, self.expect = io.touch, io.expect
         self.sources = io.sources
         below = (SourceTier.DISK, SourceTier.REMOTE)
         self._watches = {tier: ReadWatch(tier, on_read) for tier in below}
@@ -130,7 +133,11 @@ class LowerTier:
     @property
     def is_busy(self) -> bool:
         """Whether answers are on their way: to reads, to writes, or to the last `find`."""
-        return bool(self.busy or self._asks)
+        return bool(self.busy or self._asks or (self.ends is not None and self.ends.is_busy))
+
+    def levels(self) -> dict[str, int]:
+        """Numbers that go up and down."""
+        return self._io.levels() | (self.ends.levels() if self.ends is not None else {})
 
     def find(self, block_ids: Sequence[bytes]) -> int | None:
         """How many of the first identities are below the host tier, without a gap; None when that
@@ -214,6 +221,8 @@ class LowerTier:
     def poll(self) -> None:
         """Apply what is done."""
         self._take_in(self._io.poll())
+        if self.ends is not None:
+            self.ends.poll()
 
     def _take_in(self, ended: Iterable[BlockDone]) -> None:
         came, now = [], self.now()
@@ -256,6 +265,11 @@ class LowerTier:
         """Wait until nothing is on its way to a slot or from one, for at most DRAIN_S: slots that
         something is on its way to then get no new owner before its answer. For tests, orderly
         stops, and before the tier is cleared."""
+        self._drain()
+        if self.ends is not None:
+            self.ends.drain()
+
+    def _drain(self) -> None:
         end = time.monotonic() + DRAIN_S  # several ranks end what is under way in the first pause
         while self._moving:
             self.poll()
@@ -283,6 +297,8 @@ class LowerTier:
         if self._usable:
             logger.warning("sglang-hc: the weights changed; the disk tier is off until a restart")
         self._usable = False
+        if self.ends is not None:
+            self.ends.disown()
 
     @property
     def is_disowned(self) -> bool:
@@ -293,6 +309,16 @@ class LowerTier:
         """Erase the blocks of some namespaces, or every block for None, below the host tier, behind
         their writes under way. block_ids: see `BlockIo.erase`. ended: called in a later `poll`,
         when every tier has answered."""
+        if self.ends is None:
+            self._erase(what, block_ids, ended)
+            return
+
+        def parts_are_done(parts: Sequence[BlockDone]) -> None:
+            self._erase(what, block_ids, lambda blocks: ended([*parts, *blocks]))
+
+        self.ends.erase(what, block_ids, parts_are_done)
+
+    def _erase(self, what: Forgetting | None, block_ids: Sequence[bytes], ended: Ended) -> None:
         writes = {
             ticket
             for ticket, node in self._writes.items()
@@ -304,6 +330,8 @@ class LowerTier:
         """Finish writes under way and close the store."""
         self.drain()
         self._io.close()
+        if self.ends is not None:
+            self.ends.close()
 
     def _end_write(self, node: BlockNode, done: BlockDone) -> None:
         self._host.unpin([node])

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sglang_hc.capture.capture import Capture, Segment
+from sglang_hc.capture.states import StateCapture
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.forms import BlockLayout
 from sglang_hc.profile_file import CachedProfile
@@ -19,10 +20,12 @@ from sglang_hc.queue.meeting import Meetings
 from sglang_hc.queue.queue_view import QueueView
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.restorer import Restorer
+from sglang_hc.restore.states import StateRestorer
 from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.trace import Recorder
 from sglang_hc.tree.block_tree import BlockNode
+from sglang_hc.tree.ends import Ends
 from sglang_hc.tree.forgetting import Forgetting
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import Prefix
@@ -35,12 +38,22 @@ history, while one waits for its turn, and while pins or a time to live can end.
 
 
 @dataclass(eq=False)
+class States:
+    """What moves states of recurrent layers to and from ends."""
+
+    capture: StateCapture
+    restorer: StateRestorer
+
+
+@dataclass(eq=False)
 class Tiers:
     """The parts of one model's tiers. disk: what is below the host tier; None for nothing.
     exactness: what was measured at start of what comes back. ranks: who decides
     with them. own_errors: counts of what was wrong with a request, or with us, and cost reuse.
     recorder: of the load; None for none.
-    profile: keeps what is learned of the costs; None where another rank or a user does."""
+    profile: keeps what is learned of the costs; None where another rank or a user does. ends: of
+    the host tier; None where all layers have full attention. states: what moves states of recurrent
+    layers; None without them."""
 
     host: HostTier
     disk: LowerTier | None
@@ -53,6 +66,8 @@ class Tiers:
     own_errors: Counter[str] = field(default_factory=Counter)
     recorder: Recorder | None = None
     profile: CachedProfile | None = None
+    ends: Ends | None = None
+    states: States | None = None
 
     @property
     def layout(self) -> BlockLayout:
@@ -78,6 +93,8 @@ class Tiers:
             origins = [node.moved.origin for node in nodes if node.moved is not None]
             self.disk.touch([*tree.identities(prefix), *origins])
             self.disk.save_again(nodes)
+            if self.disk.ends is not None:
+                self.disk.ends.touch([node for node in nodes if node.is_full])
         if pin is not None:
             self.retention.pin_if_possible(prefix, *pin)
 
@@ -94,6 +111,8 @@ class Tiers:
             self.disk.poll()
         self.retention.upkeep()
         self.restorer.poll()
+        if self.states is not None:
+            self.states.restorer.poll()
         if self.profile is not None:
             self.profile.poll()
 
@@ -112,6 +131,8 @@ class Tiers:
         if self.disk is not None:
             self.disk.coming.give_up_all()
         self.restorer.clear()
+        if self.states is not None:
+            self.states.restorer.clear()
         self.capture.clear()
 
     def forget(self, what: Forgetting) -> list[bytes]:
@@ -154,6 +175,8 @@ class Tiers:
     def check_integrity(self) -> None:
         """Raise AssertionError if an invariant does not hold. O(slots)."""
         self.host.check_integrity()
+        if self.ends is not None:
+            self.ends.check_integrity()
         assert self.capture.staged_slots() <= self.host.staged_slots
 
     # -- numbers ---------------------------------------------------------------------------------
@@ -189,6 +212,12 @@ class Tiers:
             "pins": len(self.retention.pins),
             "pinned_blocks": self.retention.pins.total_blocks,
         }
+        if self.ends is not None:
+            found |= {
+                "ends": len(self.ends),
+                "end_slots": self.ends.num_slots,
+                "end_free_slots": self.ends.free_slots,
+            }
         if self.disk is not None:
             found |= self.disk.levels()
         if self.restorer.planner.costs is not None:
@@ -200,6 +229,10 @@ class Tiers:
         total = Counter(expired_blocks=self.host.expired_blocks)
         for part in (self.restorer, self.capture, self.queue):
             total += part.counters
+        if self.states is not None:
+            total += self.states.capture.counters
+        if self.ends is not None:
+            total["evicted_ends"] += self.ends.evicted
         total += self.own_errors
         total += self.retention.counters + Counter(self.ranks.counts())
         if self.restorer.planner.costs is not None:

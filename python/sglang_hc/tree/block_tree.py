@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
@@ -28,6 +28,9 @@ from sglang_hc.tree.identity import (
     block_ids,
     root_id,
 )
+
+if TYPE_CHECKING:
+    from sglang_hc.tree.ends import EndPart
 
 _tokens_of = attrgetter("tokens")
 
@@ -54,11 +57,13 @@ class BlockNode:
     pins: users of the slot (restorations, copies); a pinned block is not evicted or reused.
     source: the tier below that its bytes came from; HOST for a block that was computed here.
     moved: its state was taken over from another place; None for state computed on this path.
+    end: what layers without full attention keep of it; None where they keep nothing (`ends.py`).
     """
 
     __slots__ = (
         "block_id",
         "children",
+        "end",
         "moved",
         "namespace",
         "parent",
@@ -81,6 +86,7 @@ class BlockNode:
         self.source = SourceTier.HOST
         self.ready = False
         self.moved: Moved | None = None
+        self.end: EndPart | None = None
         self.pins = 0
 
     @property
@@ -122,6 +128,14 @@ class PathMatch(NamedTuple):
 
     nodes: tuple[BlockNode, ...]
     tokens: int
+
+    def branches_at(self, prefix: Prefix) -> int:
+        """Tokens behind which a prefix, of which this is the match, leaves what is known; 0 where
+        it continues a path, or is known."""
+        if not self.nodes or self.tokens == prefix.num_tokens:
+            return 0
+        last, rows = self.nodes[-1], self.tokens - (len(self.nodes) - 1) * BLOCK_TOKENS
+        return self.tokens if last.children or rows < last.num_tokens else 0
 
     @property
     def ready(self) -> PathMatch:

@@ -24,7 +24,8 @@ clients are packed and begin otherwise; nothing of these is kept."""
 
 
 class Stored(NamedTuple):
-    """What a stored block says of itself: see `store.disk.format.BlockHeader`."""
+    """What a stored block says of itself: see `store.disk.format.BlockHeader`. An end part has no
+    tokens."""
 
     parent: bytes
     position: int
@@ -63,7 +64,7 @@ class Forgetting:
         while above is not None:
             start = above.position * BLOCK_BYTES
             wanted = self.tokens[start : start + BLOCK_BYTES]
-            if not above.tokens.startswith(wanted):
+            if above.tokens and not above.tokens.startswith(wanted):
                 return False
             above = known.get(above.parent)
         return True

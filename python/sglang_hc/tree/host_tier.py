@@ -8,12 +8,12 @@ unreachable, and never while it is pinned. Which leaf goes is the eviction polic
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from sglang_hc.policy.eviction import EvictionPolicy, IsProtected
 from sglang_hc.policy.pins import TimeToLive
 from sglang_hc.tree.block_tree import BlockNode, BlockTree, Insertion
+from sglang_hc.tree.slots import Slots
 
 
 class HostTier:
@@ -39,25 +39,24 @@ class HostTier:
         """Whether a block is in the tree; its bytes may still be on their way."""
         self._ttl = ttl
         self._next_expiry = 0.0
-        self._free = list(range(num_slots - 1, -1, -1))
-        self._staged: set[int] = set()
-        self._detached: set[BlockNode] = set()
-        self._withheld: Counter[int] = Counter()
-        """Slots by how many operations that were given up may still touch them."""
-        self._ownerless: set[int] = set()
-        """Of these the ones that would be free."""
-        self.damaged_slots: set[int] = set()
+        self._slots = Slots(num_slots)
+        self.damaged_slots = self._slots.damaged
         """Slots whose bytes could not be written: not served until they are staged anew."""
+        self.withhold, self.give_back = self._slots.withhold, self._slots.give_back
+        self.is_staged, self.unstage = self._slots.is_staged, self._slots.unstage
+        self._detached: set[BlockNode] = set()
+        self.on_end_gone: Callable[[BlockNode], None] | None = None
+        """Told of each block that leaves with an end part (`ends.Ends`)."""
         self.evicted_blocks = 0
         self.expired_blocks = 0
 
     @property
     def free_slots(self) -> int:
-        return len(self._free)
+        return self._slots.free
 
     @property
     def staged_slots(self) -> int:
-        return len(self._staged)
+        return self._slots.staged
 
     @property
     def has_ttl(self) -> bool:
@@ -66,10 +65,7 @@ class HostTier:
 
     @property
     def withheld_slots(self) -> int:
-        return len(self._withheld)
-
-    def is_staged(self, slot: int) -> bool:
-        return slot in self._staged
+        return self._slots.withheld
 
     @property
     def published_blocks(self) -> int:
@@ -77,32 +73,9 @@ class HostTier:
 
     def stage(self, now: float, is_protected: IsProtected[BlockNode] | None = None) -> int | None:
         """A slot to write into, evicting if none is free. None: all are in use or protected."""
-        if not self._free and self.evict(1, now, is_protected) == 0:
+        if not self._slots.free and self.evict(1, now, is_protected) == 0:
             return None
-        slot = self._free.pop()
-        self._staged.add(slot)
-        self.damaged_slots.discard(slot)
-        return slot
-
-    def unstage(self, slot: int) -> None:
-        """Give a staged slot back unused. Its bytes must have no writer any more."""
-        self._staged.remove(slot)
-        self._set_free(slot)
-
-    def withhold(self, slots: Iterable[int]) -> None:
-        """An operation on these slots was given up, but may touch them at any later time. Whoever
-        owns them keeps them; nobody gets them afterwards before `give_back`."""
-        self._withheld.update(slots)
-
-    def give_back(self, slots: Iterable[int]) -> None:
-        """Such an operation is over after all."""
-        for slot in slots:
-            self._withheld[slot] -= 1
-            if not self._withheld[slot]:
-                del self._withheld[slot]
-                if slot in self._ownerless:
-                    self._ownerless.remove(slot)
-                    self._free.append(slot)
+        return self._slots.stage()
 
     def publish(
         self,
@@ -121,7 +94,7 @@ class HostTier:
         if outcome.superseded is not None:
             self._retire(outcome.superseded)
         if outcome.created:
-            self._staged.remove(slot)
+            self._slots.hold(slot)
             node = outcome.node
             node.slot = slot
             self._policy.insert(node)
@@ -219,8 +192,7 @@ class HostTier:
         self.tree.check_integrity()
         held = [node.slot for node in self.tree.nodes()]
         held += [node.slot for node in self._detached]
-        owners = [*self._free, *self._staged, *self._ownerless, *held]
-        assert sorted(owners) == list(range(self.num_slots)), "a slot has no owner or two"
+        self._slots.check_integrity(held)
         assert all(node.pins > 0 for node in self._detached)
 
     def _retire(self, node: BlockNode) -> None:
@@ -229,17 +201,13 @@ class HostTier:
             self._ttl.forget(node)
         node.parent = None  # no longer part of the tree, even while somebody pins it
         node.ready = False
+        if node.end is not None and self.on_end_gone is not None:
+            self.on_end_gone(node)
         if node.pins:
             self._detached.add(node)
         else:
             self._release(node)
 
     def _release(self, node: BlockNode) -> None:
-        self._set_free(node.slot)
+        self._slots.release(node.slot)
         node.slot = -1
-
-    def _set_free(self, slot: int) -> None:
-        if slot in self._withheld:
-            self._ownerless.add(slot)
-        else:
-            self._free.append(slot)

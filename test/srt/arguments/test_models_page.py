@@ -48,7 +48,8 @@ ELSEWHERE = {
     "--enable-deterministic-inference", "--enable-hierarchical-cache", "--radix-cache-backend",
     "--hicache-", "--disaggregation-mode", "--kv-cache-dtype", "--cpu-offload-gb",
     "--offload-group-size", "--enable-http2", "--tokenizer-worker-num", "--enable-dp-attention",
-    "--enable-attn-tp-input-scattered", "--nnodes", "--tp-size", "--pp-size", "--dp-size",
+    "--enable-attn-tp-input-scattered", "--mamba-radix-cache-strategy", "--nnodes", "--tp-size",
+    "--pp-size", "--dp-size",
 }  # fmt: skip
 """Refused with a value, with another flag or in another place; e2e/test_start.py, test_graphs.py,
 test_flags_have_effect.py and test_kv_pool.py have these."""
@@ -176,18 +177,18 @@ def built_with(algorithm: str = "NONE", **kinds: bool) -> Any:
     return SimpleNamespace(**none | kinds, tp_worker=worker)
 
 
-@pytest.mark.parametrize("kind", ["is_hybrid_swa", "is_hybrid_ssm"])
-def test_state_outside_the_pool_is_refused(kind: str) -> None:
+def test_windows_and_recurrent_layers_together_are_refused() -> None:
     refuse_other_pools(built_with())
-    with pytest.raises(ConfigError, match=r"outside the KV pool.*--hc-disable"):
-        refuse_other_pools(built_with(**{kind: True}))
+    with pytest.raises(ConfigError, match=r"both together were not tested.*--hc-disable"):
+        refuse_other_pools(built_with(is_hybrid_swa=True, is_hybrid_ssm=True))
 
 
-def test_an_index_is_served_but_not_for_proposed_tokens() -> None:
-    refuse_other_pools(built_with(is_dsa=True))
+@pytest.mark.parametrize("kind", ["is_dsa", "is_hybrid_swa", "is_hybrid_ssm"])
+def test_other_state_is_served_but_not_for_proposed_tokens(kind: str) -> None:
+    refuse_other_pools(built_with(**{kind: True}))
     refuse_other_pools(built_with("NGRAM"))
     with pytest.raises(ConfigError, match=r"--speculative-algorithm.*--hc-disable"):
-        refuse_other_pools(built_with("NGRAM", is_dsa=True))
+        refuse_other_pools(built_with("NGRAM", **{kind: True}))
 
 
 def test_the_page_says_what_the_package_needs() -> None:

@@ -18,7 +18,7 @@ from sglang.srt.environ import envs
 
 from sglang_hc.command_line import add_flags, config_from, given_flags
 from sglang_hc.config import CONFIG_ENV, ConfigError, HcConfig, flag_of, refuse_same_directory
-from sglang_hc.srt.arguments import hicache_flags, offload_flags
+from sglang_hc.srt.arguments import hicache_flags, offload_flags, state_flags
 from sglang_hc.srt.arguments.graphs import check_prefill_graphs
 from sglang_hc.srt.binding import arguments
 from sglang_hc.srt.binding.arguments import asked
@@ -190,6 +190,13 @@ def _begin(args: Any, config: HcConfig) -> None:
     os.environ.setdefault(CUT_KEY_ENV, secrets.token_hex(32))
 
 
+def model_known(args: Any, previous: Step) -> None:
+    """Around SGLang's choices for the model."""
+    if config_of(args) is not None:
+        state_flags.begin(args)
+    previous(args)
+
+
 def graphs_chosen(args: Any, previous: Step) -> None:
     """Behind the step that chooses CUDA graphs; those after it size memory by that."""
     previous(args)
@@ -209,10 +216,13 @@ def settled(args: Any, previous: Step) -> None:
         if config.offload_gb:
             offload_flags.refuse_modes(args)
     previous(args)
+    if config is not None:
+        state_flags.settle(args, config)
 
 
 STEPS: dict[str, Callable[[Any, Step], None]] = {
     "handle_hicache_ratio_default": begin,
+    "handle_model_specific_adjustments": model_known,
     "handle_cuda_graph_config": graphs_chosen,
     "handle_cache_compatibility": settled,  # it would end the start with another sentence
     "validate_deepep_v2_dispatch_token_budget": settled,  # the last one

@@ -25,7 +25,7 @@ from sglang_hc.errors import ConfigError
 from sglang_hc.store.disk import DirectoryError
 from sglang_hc.store.disk.format import StoredModel, mac_key
 from sglang_hc.store.disk.opening import make_root
-from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.host_pool import SlotPool
 from sglang_hc.store.ownership import read_remote_key
 from sglang_hc.store.remote import Frames, RemoteBackend, RemoteStore
 
@@ -151,7 +151,7 @@ class ValueBackend(PageBackend):
 
 
 def remote_store(
-    config: HcConfig, pool: HostPool, model: StoredModel, counts: Counter[str]
+    config: HcConfig, pool: SlotPool, model: StoredModel, counts: Counter[str]
 ) -> RemoteStore:
     """The remote store of the options. model: whose the blocks are. Raises ConfigError."""
     assert config.remote is not None

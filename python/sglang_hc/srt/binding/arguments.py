@@ -13,10 +13,12 @@ from typing import Any
 import msgspec
 from sglang.srt.arg_groups.overrides import (
     declare_resolution,
+    mamba_cache_chunk_size,
     max_speculative_num_draft_tokens,
     model_config_of,
     resolution_result,
     resolving_view,
+    supports_mamba_cache_extra_buffer,
 )
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, Phase, with_phase
 from sglang.srt.runtime_context import get_context
@@ -62,6 +64,17 @@ def keep_options(args: Any, options: dict[str, Any]) -> None:
 def kept_options(args: Any) -> dict[str, Any] | None:
     """What `keep_options` put there; None where nobody asked for the tiers."""
     return getattr(args, "_hc_config", None)
+
+
+def can_keep_states(args: Any) -> bool:
+    """Whether the model has recurrent layers that can leave states within a prefill."""
+    config = model_config_of(args).hf_config
+    return bool(supports_mamba_cache_extra_buffer(resolving_view(args), config))
+
+
+def state_chunk(args: Any) -> int:
+    """Tokens between two places of a prefill at which recurrent layers can leave a state."""
+    return int(mamba_cache_chunk_size(args))
 
 
 def prefill_graphs(args: Any) -> str:
@@ -216,6 +229,11 @@ def is_deterministic(args: Any) -> bool:
 def has_radix_cache(args: Any) -> bool:
     """Whether SGLang keeps prefixes. It switches that off for some attention back ends."""
     return not _now(args, "disable_radix_cache")
+
+
+def has_states(args: Any) -> bool:
+    """Whether the model has recurrent layers, whose states SGLang's tree keeps."""
+    return bool(_now(args, "uses_mamba_radix_cache"))
 
 
 def may_have_adapters(args: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 OTHER_INPUTS = (
@@ -144,9 +145,24 @@ def row_of(req: Any) -> int | None:
     return req.kv.req_pool_idx
 
 
+def is_record_of(record: Any, req: Any) -> bool:
+    """Whether SGLang's record of a row and its slots is that of a request."""
+    return record is req.kv
+
+
+def row_of_record(record: Any) -> int:
+    """As `row_of`, of a record."""
+    return record.req_pool_idx
+
+
 def committed_tokens(req: Any) -> int:
     """Tokens from the first one on whose K and V stay in its slots."""
     return req.kv.kv_committed_len
+
+
+def prompt_tokens(req: Any) -> int:
+    """Tokens that its client sent."""
+    return len(req.origin_input_ids)
 
 
 def computed_prompt_tokens(req: Any) -> int:
@@ -157,6 +173,23 @@ def computed_prompt_tokens(req: Any) -> int:
 def tokens_from_tiers(req: Any) -> tuple[int, int]:
     """Tokens of its prompt that came (from host memory, from below)."""
     return req.cached_tokens_host, req.cached_tokens_storage
+
+
+def freed_windows(req: Any) -> int:
+    """Tokens from the first one on whose rows in the pool of sliding windows it has given back, as
+    far as they were its own (`tokens_in_tree`)."""
+    return req.kv.get_evicted_seqlen(ComponentType.SWA)
+
+
+def settled_tokens(req: Any) -> int:
+    """Tokens that it will have computed wherever it ends from now on."""
+    told = len(req.origin_input_ids) + len(req.output_ids) - 1
+    return min(told, req.kv.kv_committed_len)
+
+
+def decode_steps(req: Any) -> int:
+    """Passes since its prompt was computed."""
+    return req.decode_batch_idx
 
 
 def owned_tokens(req: Any) -> int:
@@ -210,6 +243,8 @@ def host_hit(req: Any) -> int:
 def set_host_hit(req: Any, tokens: int, from_below: bool = False) -> None:
     """Promise so many, or say how many it got. from_below: all of them from below host memory."""
     req.host_hit_length = tokens
+    if not tokens:
+        req.swa_host_hit_length = 0
     if from_below:
         req.storage_hit_length = tokens
 
@@ -227,3 +262,36 @@ def go_on_behind(tree: Any, req: Any, slots: torch.Tensor, node: Any) -> None:
     req.kv.kv_allocated_len = req.kv.kv_committed_len = req.prefix_len
     if not req.retracted_stain:
         req.cached_tokens_storage += len(slots)
+
+
+# -- its state of recurrent layers ---------------------------------------------------------------
+
+
+def has_state(req: Any) -> bool:
+    """Whether it has a slot for the state that it goes on with."""
+    return req.kv.holds_mamba
+
+
+def go_on_with_state(req: Any, own: torch.Tensor | None, source: torch.Tensor) -> None:
+    """In its next pass it takes a copy of the state in the slot `source`. own: a slot for that,
+    which it does not have yet; None where it has one. (1,) int64 each."""
+    if own is not None:
+        req.kv.mamba_pool_idx = own[0]
+    req.kv.mamba_cow_src_index = source
+    req.kv.mamba_needs_clear = False
+
+
+def branch_of(req: Any) -> int | None:
+    """Tokens behind which it leaves a state in its prefill, because others go on otherwise there;
+    None where nobody is known to."""
+    return req.mamba_branching_seqlen
+
+
+def tracked_state(tree: Any, req: Any) -> tuple[int, torch.Tensor] | None:
+    """The last place at which it left a state since the tree took one, in tokens, and that state's
+    slot, (1,) int64; None for none."""
+    kv, pool = req.kv, tree.req_to_token_pool
+    if not kv.mamba_last_track_seqlen or kv.mamba_ping_pong_track_buffer is None:
+        return None
+    slot = kv.mamba_ping_pong_track_buffer[pool.get_mamba_ping_pong_keep_idx(req)]
+    return kv.mamba_last_track_seqlen, slot.unsqueeze(0)

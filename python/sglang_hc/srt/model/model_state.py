@@ -145,27 +145,36 @@ def refuse_model(model: torch.nn.Module, group: StartGroup) -> None:
 def refuse_other_pools(ctx: Any) -> None:
     """Raise ConfigError for a model that keeps state outside the KV pool, or has state in it of
     which proposed tokens were not tested. ctx: what SGLang builds its tree from."""
-    for wrong, what in (
-        (ctx.is_hybrid_swa, "models whose sliding-window layers have a pool of their own"),
-        (ctx.is_hybrid_ssm, "models with recurrent (Mamba) layers"),
-    ):
-        if wrong:
-            raise ConfigError(
-                f"sglang-hc does not support {what} yet: part of their state is outside the KV "
-                "pool. Add --hc-disable to serve without the tiers"
-            )
-    if ctx.is_dsa and not ctx.tp_worker.model_runner.spec_algorithm.is_none():
+    if ctx.is_hybrid_ssm and ctx.is_hybrid_swa:
         raise ConfigError(
-            "sglang-hc does not support --speculative-algorithm with a sparse-attention index: it "
-            "was not tested. Leave the flag out, or add --hc-disable to serve without the tiers"
+            "sglang-hc does not support models with recurrent layers and sliding windows: both "
+            "together were not tested. Add --hc-disable to serve without the tiers"
         )
+    speculates = not ctx.tp_worker.model_runner.spec_algorithm.is_none()
+    for kind, what in (
+        (ctx.is_dsa, "a sparse-attention index"),
+        (ctx.is_hybrid_swa, "sliding windows that have a pool of their own"),
+        (ctx.is_hybrid_ssm, "recurrent layers"),
+    ):
+        if kind and speculates:
+            raise ConfigError(
+                f"sglang-hc does not support --speculative-algorithm with {what}: it was not "
+                "tested. Leave the flag out, or add --hc-disable to serve without the tiers"
+            )
+
+
+def kept_layers(runner: Any) -> int:
+    """Layers of the whole model that keep something of each token: all but recurrent ones."""
+    if arguments.has_states(arguments.of(runner)):
+        return model_shape(runner).num_layers
+    return int(runner.model_config.num_hidden_layers)
 
 
 def _not_proven(runner: Any, config: HcConfig, proof: HiddenProof) -> str | None:
     """Why hidden form may not be used although it works: it is not bit-exact and has to be."""
     if not config.exact or proof.wrong is None:
         return None
-    layers = runner.model_config.num_hidden_layers
+    layers = kept_layers(runner)
     if config.forms != "auto" and explicit_plan(config.forms, layers).hidden:
         raise ConfigError(not_exact(config.forms, "hidden states", proof.wrong))
     reason = f"--hc-exact: hidden states are not bit-exact here ({proof.wrong})"
@@ -189,7 +198,7 @@ def _plan(
         plan, why = _auto(runner, config, cost, reason)
         logger.info("sglang-hc: layer plan %s: %s", plan, why)
         return _for_all(plan, stages)
-    plan = explicit_plan(config.forms, runner.model_config.num_hidden_layers)
+    plan = explicit_plan(config.forms, kept_layers(runner))
     if plan.hidden and reason is not None:
         logger.warning(
             "sglang-hc: --hc-forms %s is served without hidden: %s", config.forms, reason
@@ -223,7 +232,7 @@ def _auto(
     reason: str | None,
 ) -> AutoPlan:
     """The fastest plan on the measured machine; unmeasured, the smaller form of every layer."""
-    num_layers = runner.model_config.num_hidden_layers
+    num_layers = kept_layers(runner)
     kv = LayerPlan(0, 0, num_layers)
     if cost is None:
         if reason is not None:

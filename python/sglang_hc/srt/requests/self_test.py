@@ -120,6 +120,8 @@ async def prove(manager: Any) -> None:
         raise NotProven("a scheduler does not say that it has tiers (Scheduler.get_internal_state)")
     args = arguments.of(manager)
     block = max(BLOCK_TOKENS, arguments.page_size(args))
+    if arguments.has_states(args):
+        block = max(block, arguments.state_chunk(args))
     fits = manager.is_generation and 2 * block + 3 < manager.context_len
     # What one stage of a pipeline evicts, all have to in the same pass.
     if not fits or arguments.stages(args) > 1 or envs.SGLANG_RADIX_FORCE_MISS.get():

@@ -15,6 +15,7 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.queue.meeting import Action, Meeting
 from sglang_hc.srt.binding import fields
 from sglang_hc.srt.engine.intake import serial_of
+from sglang_hc.srt.scheduling.chunks import cut_between_blocks
 from sglang_hc.srt.tree.ahead import restorable
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 
@@ -22,7 +23,13 @@ UNLIMITED = 1 << 62
 """Tokens of a chunk that need not end early."""
 
 
-def add_one_req(original: Callable[..., Any], self: Any, req: Any, *args: Any, **kwargs: Any):
+def add_one_req(
+    original: Callable[..., Any],
+    self: Any,
+    req: Any,
+    has_chunked_req: bool,
+    truncation_align_size: int | None,
+) -> Any:
     """AROUND PrefillAdder.add_one_req: the first chunk ends where the history is to be met.
 
     Nobody is added behind such a chunk in this pass: only one request at a time may be cut.
@@ -43,7 +50,8 @@ def add_one_req(original: Callable[..., Any], self: Any, req: Any, *args: Any, *
                 # What is here already joins behind a first chunk.
                 tokens = _aligned(tree, head, max(step.tokens, BLOCK_TOKENS))
                 self.rem_chunk_tokens = min(self.rem_chunk_tokens, tokens)
-    return original(self, req, *args, **kwargs)
+        truncation_align_size = cut_between_blocks(tree, self, truncation_align_size)
+    return original(self, req, has_chunked_req, truncation_align_size)
 
 
 def add_chunked_req(original: Callable[..., Any], self: Any, req: Any):
@@ -58,6 +66,7 @@ def add_chunked_req(original: Callable[..., Any], self: Any, req: Any):
                 self.rem_chunk_tokens = 0  # nobody else may be cut meanwhile
                 return req
             self.rem_chunk_tokens = min(self.rem_chunk_tokens, tokens)
+        cut_between_blocks(tree, self, None)
     return original(self, req)
 
 

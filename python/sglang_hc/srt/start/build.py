@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.direct import DirectRows
+from sglang_hc.capture.ends import EndSaver
 from sglang_hc.capture.saving import DeviceState, HiddenPath
 from sglang_hc.capture.snapshots import Snapshots
-from sglang_hc.config import GIB, ConfigError, HcConfig, shared_directory
+from sglang_hc.config import GIB, ConfigError
 from sglang_hc.device.copy_stream import CopyStream, SideStream, copy_stream_for
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.device.gather_scatter import gather
-from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
-from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
 from sglang_hc.policy.planner import RestorePlanner
@@ -38,11 +37,10 @@ from sglang_hc.restore.prerestored import PrerestoredBlocks
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt.arguments.server_args import config_of
-from sglang_hc.srt.arguments.storage_backends import remote_key, remote_store
 from sglang_hc.srt.binding import arguments, parallel
 from sglang_hc.srt.engine import in_place
 from sglang_hc.srt.engine.guard import counters as own_errors
-from sglang_hc.srt.engine.scheduler import BUILDING, OwnScheduler
+from sglang_hc.srt.engine.scheduler import BUILDING
 from sglang_hc.srt.engine.streams import ComputeStream, model_streams
 from sglang_hc.srt.model.capture_memory import SNAPSHOT_BUFFERS
 from sglang_hc.srt.model.columns import columns_of
@@ -52,31 +50,29 @@ from sglang_hc.srt.model.model_state import MODEL_STATE, ModelState, refuse_othe
 from sglang_hc.srt.model.projection import by_sglang, fastest_projection, fastest_stream
 from sglang_hc.srt.model.recompute import LayerRecomputer, recomputer_for
 from sglang_hc.srt.model.rotation import checked_rotation
+from sglang_hc.srt.model.state_pool import StatePool, gate_of, state_pool
+from sglang_hc.srt.model.window_pool import WindowPool, full_attention, window_pool
 from sglang_hc.srt.ranks.decisions import ranks_of
-from sglang_hc.srt.ranks.replicas import Place, directories, host_share, place_of
+from sglang_hc.srt.ranks.replicas import host_share, place_of
 from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.srt.requests.self_test import is_of_test
 from sglang_hc.srt.scheduling.speculation import draft_layers
+from sglang_hc.srt.start.build_ends import end_path, ends_of, states_of, tree_states
+from sglang_hc.srt.start.model import Model
+from sglang_hc.srt.start.stores import lower_tier
 from sglang_hc.srt.tree.audit import Audit, can_audit
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.device_tree import unified_tree
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
-from sglang_hc.store.block_io import BlockIo, LocalBlockIo
-from sglang_hc.store.chain import Chain
-from sglang_hc.store.disk import DirectoryError, DiskStore, StoredModel, Upkeep
-from sglang_hc.store.disk.format import part_of
-from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.executor import ThreadExecutor
-from sglang_hc.store.host_memory import HostMemory, MemorySpec
-from sglang_hc.store.host_pool import HostPool
-from sglang_hc.store.known_blocks import KnownBlocks
+from sglang_hc.store.host_memory import HostMemory, MemorySpec, divided
 from sglang_hc.store.lower_tier import LowerTier
-from sglang_hc.store.read_watch import not_observed
 from sglang_hc.store.scatter_queue import ScatterQueue
 from sglang_hc.tiers.recording import recorder_of
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
+from sglang_hc.tree.ends import Ends
 from sglang_hc.tree.host_tier import HostTier
 
 logger = logging.getLogger(__name__)
@@ -102,8 +98,9 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     policy = make_policy(config.eviction, window, pinned=pins)
     ttl = TimeToLive(config.ttl) if config.ttl else None
     host = HostTier(BlockTree(fingerprint), pool.num_slots, policy, ttl)
+    ends = ends_of(config, memory, host, window, pins)
     planner = _planner(model, device, counters, ranks)
-    disk = _lower_tier(model, pool, fingerprint, host, planner, counters, ranks)
+    disk = lower_tier(model, memory, fingerprint, host, planner, counters, ranks, ends)
     retention = Retention(host, disk, pins, wanted, ranks.clock)
 
     # What moves them: to host memory for waiting requests, to the device, and from there.
@@ -115,20 +112,25 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     rules = QueueRules(config.prefetch, config.schedule == "ready-first", _can_meet(model, device))
     hints = wanted if config.eviction == "queue" else None
     copies, side = device.copy_stream, _side_stream(model, device, layout.shape)
-    gathers = parallel.tp_size() > 1
-    ring = StagingRing.sized_for(layout.shape, device.pool.device, copies, gathers)
+    gathers, ends_path = parallel.tp_size() > 1, end_path(device.windows, memory)
+    row = sum(device.windows.rows.part_bytes) if device.windows is not None else 0
+    ring = StagingRing.sized_for(layout.shape, device.pool.device, copies, gathers, row)
     path = RestorePath(
-        pool, device.pool, ring, device.recomputer, side, device.rotation, state.in_turn
+        *(pool, device.pool, ring, device.recomputer, side, device.rotation, state.in_turn),
+        ends_path,
     )
     observer = profile = None
-    if state.cost is not None and ranks.count == 1:
-        # What one rank sees corrects no costs of several, which must decide alike.
+    if state.cost is not None and ranks.count == 1 and ends is None:
+        # What one rank sees corrects no costs of several, which must decide alike; nor what is seen
+        # of layers that differ.
         observer = CostObserver(state.cost, layout, timer_for(copies), copies)
-    restorer = Restorer(host, path, planner, observer, counters, ranks)
+    restorer = Restorer(host, path, planner, observer, counters, ranks, ends)
     compute = ComputeStream.of(runner)
     ahead = PrerestoredBlocks(model.allocator, restorer, compute)
     queue = QueueView(host, disk, window, rules, planner, hints, mover, ahead.drop_unproven)
-    capture = _capture(model, device, memory, host, disk, scatters, ranks)
+    capture = _capture(model, device, memory, host, disk, scatters, ranks, ends)
+
+    states = states_of(device.states, memory, host, ends, scatters, copies, counters, ranks)
 
     # What SGLang sees of it.
     if state.cost is not None and config.profile is None and not state.group.rank:
@@ -136,7 +138,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     exact = device.exactness
     tiers = Tiers(
         *(host, disk, capture, restorer, queue, retention, exact, ranks),
-        *(own_errors, recorder, profile),
+        *(own_errors, recorder, profile, ends, states),
     )
     order = None
     if config.eviction == "queue" and model.params.eviction_policy.lower() == "lru":
@@ -144,33 +146,16 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     taps, audit = state.memory.taps, None
     if config.audit and can_audit(tiers, runner, taps):
         audit = Audit(tiers, pool, device.pool, taps, runner, compute, counters, config.audit)
-    parts = tiers, model.scheduler, compute, ahead, audit
+    own_states = tree_states(device.states, tiers)
+    parts = tiers, model.scheduler, compute, ahead, audit, own_states
     tree: HcRadixCache = unified_tree(ctx, order, lambda params: HcRadixCache(params, *parts))
-    runner.token_to_kv_pool.register_layer_transfer_counter(restorer.gate)
+    kv_pool = runner.token_to_kv_pool
+    kv_pool.register_layer_transfer_counter(gate_of(kv_pool, restorer.gate))
     ctx.tp_worker.register_hicache_layer_transfer_counter(restorer.gate)
     return tree
 
 
 # -- what SGLang loaded --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Model:
-    """A loaded model. runner, params: SGLang's model runner and the parameters of its radix cache.
-    draft: the runner of a draft model; None without one. place: of its scheduler among all."""
-
-    config: HcConfig
-    runner: Any
-    params: Any
-    state: ModelState
-    scheduler: OwnScheduler
-    draft: Any
-    place: Place
-
-    @property
-    def allocator(self) -> Any:
-        """SGLang's allocator of device slots."""
-        return self.params.token_to_kv_pool_allocator
 
 
 def _loaded(ctx: Any) -> Model:
@@ -197,15 +182,23 @@ def _loaded(ctx: Any) -> Model:
 
 @dataclass(frozen=True)
 class Device:
-    """The model's device. copy_stream: for copies beside the computation. recomputer: runs the
+    """The model's device. pool: of the layers with full attention. windows, states: of others, None
+    where there are none. copy_stream: for copies beside the computation. recomputer: runs the
     model's first layers; None where it cannot. rotation: takes stored K to new positions; None
     where nothing moves. exactness: of what may be restored."""
 
     pool: KvPoolRows
+    windows: WindowPool | None
+    states: StatePool | None
     copy_stream: CopyStream
     recomputer: LayerRecomputer | None
     rotation: Rotation | None
     exactness: Exactness
+
+    @property
+    def whole(self) -> bool:
+        """Whether all layers have full attention."""
+        return self.windows is None and self.states is None
 
     @property
     def is_gpu(self) -> bool:
@@ -216,12 +209,21 @@ def _device(model: Model) -> Device:
     """The KV pool with the fastest ways to read and write it, and what was proven of it."""
     runner, state = model.runner, model.state
     draft = model.draft.token_to_kv_pool if model.draft is not None else None
-    own = partial(KvPoolRows, runner.token_to_kv_pool, state.layers)
+    whole = runner.token_to_kv_pool
+    own = partial(KvPoolRows, full_attention(whole), state.layers)
     rows = partial(own, columns=columns_of, draft=draft)
+    reach = model.params.sliding_window_size
     try:
         pool = rows()
+        windows = window_pool(whole, model.allocator, reach, runner.page_size)
+        states = state_pool(runner)
     except UnsupportedPool as error:
         raise ConfigError(f"{error}. Add --hc-disable to serve without the tiers") from None
+    if windows is not None and model.config.overflow == "reembed":
+        raise ConfigError(
+            "--hc-overflow reembed: what layers with sliding windows keep does not move to other "
+            "positions; use --hc-overflow recompute"
+        )
     stage = StartGroup.of_stage()
     recomputer, pieces = recomputer_for(
         model.config, runner, pool, model.allocator, state.own_plan, state.memory.taps, stage
@@ -230,7 +232,7 @@ def _device(model: Model) -> Device:
     if pool.device.type == "cuda" and state.layers is not None:
         project = fastest_projection(runner, state.layers, model.allocator)
     if state.memory.ring is not None and state.own_plan.kv:
-        layers = state.own_plan.kv_layers
+        layers = state.own_plan.kv_layers if windows is None else range(pool.num_layers)
         read = fastest_gather(pool, layers, model.allocator, state.memory.ring)
     pool = rows(project, read)
     copy_stream = copy_stream_for(pool.device, [*model_streams(runner), *state.memory.streams])
@@ -238,7 +240,7 @@ def _device(model: Model) -> Device:
     if model.config.overflow == "reembed":
         rotation = checked_rotation(runner, state.plan)
     exactness = state.exactness(model.config.restore, pieces)
-    return Device(pool, copy_stream, recomputer, rotation, exactness)
+    return Device(pool, windows, states, copy_stream, recomputer, rotation, exactness)
 
 
 # -- blocks and their memory ---------------------------------------------------------------------
@@ -253,7 +255,12 @@ def _layout(model: Model, device: Device) -> tuple[BlockLayout, bytes]:
     hidden_bytes = taps.row_bytes if taps is not None else 0
     shape = StateShape(device.pool.num_layers, hidden_bytes, device.pool.part_bytes, dtype)
     draft, drafted = draft_layers(model.draft, model.params.is_eagle, group)
-    layout = BlockLayout(state.own_plan, shape, draft)
+    plan, ends = state.own_plan, None
+    if device.windows is not None:
+        plan, ends = LayerPlan(0, 0, shape.num_layers), device.windows.layout
+    if device.states is not None:
+        ends = device.states.layout
+    layout = BlockLayout(plan, shape, draft, ends)
     product = []
     if model.config.exact and state.plan.hidden:
         # Hidden states that another product made K and V of do not give those bits here.
@@ -266,7 +273,7 @@ def _layout(model: Model, device: Device) -> tuple[BlockLayout, bytes]:
 def _host_memory(model: Model, device: Device, layout: BlockLayout) -> HostMemory:
     """As many slots as fit on every rank, and snapshots. Raises ConfigError."""
     state, size = model.state, host_share(model.config, model.place)
-    num_slots = state.group.least(size // layout.slot_bytes)
+    num_slots, end_slots = map(state.group.least, divided(size, layout))
     if num_slots < 1:
         raise ConfigError(
             f"--hc-host-size-gb leaves {size / GIB:.3g} GiB for each rank and holds no block; "
@@ -280,63 +287,15 @@ def _host_memory(model: Model, device: Device, layout: BlockLayout) -> HostMemor
         num_slots * BLOCK_TOKENS,
     )
     buffers = SNAPSHOT_BUFFERS if layout.plan.hidden else 0
-    spec = MemorySpec(layout, num_slots, state.memory.sizes.snapshot_rows, buffers)
+    spec = MemorySpec(layout, num_slots, state.memory.sizes.snapshot_rows, buffers, end_slots)
     try:
         memory = HostMemory(spec)
     except OSError as error:
         raise ConfigError(f"--hc-host-size-gb: {error}") from None
     device.copy_stream.pin(memory.pool.buffer)
+    if memory.ends is not None:
+        device.copy_stream.pin(memory.ends.buffer)
     return memory
-
-
-# -- below host memory ---------------------------------------------------------------------------
-
-
-def _lower_tier(
-    model: Model, pool: HostPool, fingerprint: bytes, host: HostTier, planner: RestorePlanner,
-    counters: Counter[str], ranks: Ranks,
-) -> LowerTier | None:  # fmt: skip
-    """What lies below the host tier: disk, a remote store, both, or nothing. Raises ConfigError."""
-    below: BlockIo | None = None
-    for own in _stores(model, pool, fingerprint, counters):
-        capacity = model.state.group.least(own.capacity)
-        one = KnownBlocks(ranks.blocks(own, capacity), ranks.clock)
-        below = one if below is None else Chain(below, one)
-    if below is None:
-        return None
-    costs, seconds = planner.costs, planner.block_read_seconds
-    on_read = partial(costs.observe_read, planner.plan) if costs is not None else not_observed
-    return LowerTier(below, host, ranks.clock, on_read, ranks.pause, seconds)
-
-
-def _stores(
-    model: Model, pool: HostPool, fingerprint: bytes, counters: Counter[str]
-) -> Iterator[LocalBlockIo]:
-    """Those of `--hc-disk` and `--hc-remote`, of this rank's parts of blocks."""
-    config, place = model.config, model.place
-    label, chunks = arguments.served_name(arguments.of(model.runner)), pool.layout.chunks()
-    part, upkeep = part_of(fingerprint, place.part), Upkeep(config.ttl or None)
-    stored = partial(StoredModel.of, chunks, fingerprint, label, part)
-
-    def opened(flag: str, paths: Sequence[str], tier: SourceTier, key: Any = None) -> DiskThreads:
-        try:
-            folders = directories(paths, place)
-            store = DiskStore.open(folders, stored(key), upkeep)
-        except DirectoryError as error:
-            raise ConfigError(str(error).replace("--hc-disk", flag)) from None
-        except OSError as error:
-            raise ConfigError(f"{flag}: {error}") from None
-        where = ", ".join(folder.path for folder in folders)
-        logger.info("sglang-hc: %s tier in %s", tier.value, where)
-        return DiskThreads(store, pool, counters, tier=tier)
-
-    if config.disk:
-        yield opened("--hc-disk", config.disk, SourceTier.DISK)
-    shared = shared_directory(config)
-    if shared is not None:
-        yield opened("--hc-remote file", [shared], SourceTier.REMOTE, remote_key(config))
-    elif config.remote is not None:
-        yield remote_store(config, pool, stored(remote_key(config)), counters)
 
 
 # -- restoring and saving ------------------------------------------------------------------------
@@ -347,6 +306,7 @@ def _planner(model: Model, device: Device, counters: Counter[str], ranks: Ranks)
     state = model.state
     # Pages lie in the slots of one block then. Of a draft model rows lie behind their block's.
     alone = BLOCK_TOKENS % model.runner.page_size == 0 and model.draft is None
+    alone = alone and device.whole
     return RestorePlanner(
         state.cost,
         state.plan,
@@ -362,7 +322,7 @@ def _can_meet(model: Model, device: Device) -> bool:
     """Prompts come in chunks, and where bits count a prefill was proven to make those of decoding:
     what is stored of the end of a history may have any computed front before it then. Not tested
     with the stages of a pipeline."""
-    if model.draft is not None or model.state.has_stages:
+    if model.draft is not None or model.state.has_stages or not device.whole:
         return False
     chunk = arguments.pass_sizes(arguments.of(model.runner)).chunk
     return chunk is not None and (device.recomputer is not None or not model.config.exact)
@@ -379,7 +339,7 @@ def _side_stream(model: Model, device: Device, shape: StateShape) -> SideStream 
 
 def _capture(
     model: Model, device: Device, memory: HostMemory, host: HostTier, disk: LowerTier | None,
-    scatters: ScatterQueue, ranks: Ranks,
+    scatters: ScatterQueue, ranks: Ranks, ends: Ends | None,
 ) -> Capture:  # fmt: skip
     """Saving copies in the opposite direction of restoring; a GPU does both at the same time."""
     taken, pool, copies = model.state.memory, memory.pool, device.copy_stream.opposite()
@@ -396,4 +356,8 @@ def _capture(
         if disk is not None and not is_of_test(node.namespace):
             disk.write_through(node)
 
-    return Capture(pool.layout, host, scatters, state, on_ready, ranks.clock)
+    saver = None
+    if ends is not None and memory.ends is not None and device.windows is not None:
+        rows = DirectRows(memory.ends.window, *ways)
+        saver = EndSaver(ends, rows, device.windows.rows, scatters)
+    return Capture(pool.layout, host, scatters, state, on_ready, ranks.clock, saver)

@@ -23,7 +23,8 @@ from sglang_hc.srt.requests.namespaces import keeps_state
 from sglang_hc.srt.requests.pins import pin_request_of
 from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from sglang_hc.srt.tree.audit import Audit
-from sglang_hc.srt.tree.device_tree import DeviceTree
+from sglang_hc.srt.tree.states import TreeStates
+from sglang_hc.srt.tree.window_tree import WindowTree
 from sglang_hc.tiers.forgetting import Answer, Forgetter
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tiers.trace import Recorder
@@ -31,7 +32,7 @@ from sglang_hc.tree.forgetting import Forgetting
 from sglang_hc.tree.identity import Prefix, pack_tokens
 
 
-class CapturingTree(DeviceTree):
+class CapturingTree(WindowTree):
     """The device tree with capture. Its attributes are made by `HcRadixCache`."""
 
     tiers: Tiers
@@ -42,6 +43,7 @@ class CapturingTree(DeviceTree):
     waiting: SchedulerQueue
     forgetter: Forgetter
     audit: Audit | None
+    states: TreeStates | None
     _recorder: Recorder | None
 
     @property
@@ -103,8 +105,11 @@ class CapturingTree(DeviceTree):
                 length = length // BLOCK_TOKENS * BLOCK_TOKENS
             self.commit(req, tokens, length, final=False)
         theirs(req, up_to=up_to)
+        if self.states is not None and self._keeps(req):
+            self.states.keep_of_tree(self, req)
 
     def _released_without(self, req: Any, **_: Any) -> None:
+        self._freed = None
         self.drop(req)
         self.waiting.finished(req, 0)
 
@@ -118,6 +123,9 @@ class CapturingTree(DeviceTree):
             retracted = not fields.is_over(req)
             keep = owned if retracted else min(owned, fields.tokens_in_tree(req))
             self._keep_last(req, keep, owned)
+            if retracted and self.states is not None and self._keeps(req):
+                self.states.keep_of_request(self, req)
+        self._freed = None
         self.waiting.finished(req, -(-owned // BLOCK_TOKENS))
         theirs(req, checkpointed=checkpointed)
 
@@ -155,8 +163,11 @@ class CapturingTree(DeviceTree):
         # SGLang gives the row to another request while the forward stream is still busy.
         slots = row.to(torch.int64, copy=True)
         self.compute_stream.will_read(slots)
+        end = self.end_rows(req, length)
+        if end is not None:
+            self.compute_stream.will_read(end.slots)
         with self.compute_stream.entered():
-            self.capture.commit(serial_of(req), kept, slots, final=final)
+            self.capture.commit(serial_of(req), kept, slots, final=final, end=end)
         return kept
 
     def drop(self, req: Any) -> None:

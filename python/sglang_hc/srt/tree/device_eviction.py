@@ -10,13 +10,14 @@ clocks, so all ranks of a group decide alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
+from sglang.srt.mem_cache.unified_cache.components.swa import SWAComponent
 
 from sglang_hc.policy.eviction import NextUse
 from sglang_hc.srt.binding import fields
@@ -52,11 +53,27 @@ class DeviceOrder:
 
     def components(self) -> dict[ComponentType, Any]:
         """What SGLang's tree is told to build in place of its own components."""
-        return {ComponentType.FULL: partial(OrderedLeaves, self)}
+        return {
+            ComponentType.FULL: partial(OrderedLeaves, self),
+            ComponentType.SWA: partial(OrderedWindows, self),
+        }
 
-    def next_use(self, leaf: Any) -> float | None:
+    def next_use(self, node: Any) -> float | None:
         """None: nobody waits for it."""
-        return self._needs.next_use(self._blocks(leaf).first) if len(self._needs) else None
+        return self._needs.next_use(self._blocks(node).first) if len(self._needs) else None
+
+    def sorted(self, nodes: Iterable[Any], cache: Any) -> Iterator[Any]:
+        """Nodes in the order in which they should leave, as SGLang has them where nobody waits.
+        cache: the tree."""
+        needed: list[tuple[float, Any]] = []
+        for node in nodes:
+            use = answer_of("device_order", cache, partial(self.next_use, node))
+            if use is None:
+                yield node
+            else:
+                heappush(needed, (-use, node))
+        while needed:
+            yield heappop(needed)[1]
 
     def _blocks(self, node: Any) -> NodeBlocks:
         """The node's blocks, noted on it and on its ancestors; a note ends when a node is split."""
@@ -127,6 +144,37 @@ class OrderedLeaves(FullComponent):
             yield leaf
             if leaf.parent in evictable:
                 heappush(heap, (leaf.parent.last_access_time, leaf.parent))
+
+
+class OrderedWindows(SWAComponent):
+    """SGLang's part of the tree for sliding windows, which leave in a `DeviceOrder`: a window from
+    the middle of a path alone, the one at its end with its leaf.
+
+    A walk costs the windows that could leave, of which each path has one or two.
+    """
+
+    def __init__(self, order: DeviceOrder, cache: Any, params: Any) -> None:
+        super().__init__(cache, params)
+        self._order = order
+        self._walk: Iterator[Any] = iter(())
+
+    def _evict_device_start(self, request_cnt: int) -> None:
+        super()._evict_device_start(request_cnt)
+        windows = self.tree_core.lru_lists[self.component_type]
+        nodes, node = [], windows.get_lru_no_lock()
+        while node is not None:
+            nodes.append(node)
+            node = windows.get_prev_no_lock(node)
+        self._walk = self._order.sorted(nodes, self.cache)
+
+    def _evict_device_next_node(self, *args: Any, **kwargs: Any) -> Any:
+        left = self.tree_core.lru_lists[self.component_type].in_list
+        self._evict_device_cursor = next(filter(left, self._walk), None)
+        return super()._evict_device_next_node(*args, **kwargs)
+
+    def _evict_device_end(self) -> None:
+        super()._evict_device_end()
+        self._walk = iter(())
 
 
 def _noted(node: Any) -> NodeBlocks | None:

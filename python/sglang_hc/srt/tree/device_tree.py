@@ -1,14 +1,14 @@
 """SGLang's tree of what is on the device, with what else happens to its nodes and slots.
 
-Outside SGLang's core a node of it is a number. This file, `device_eviction.py` and `host_match.py`
-look at the node itself.
+Outside SGLang's core a node of it is a number. This file, `device_eviction.py`, `window_tree.py`
+and `host_match.py` look at the node itself.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.components.base import get_and_increase_time_counter
+from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import BaseEvictionResult
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.srt.binding import fields
@@ -58,6 +59,12 @@ class DeviceTree(SglangTree):
         return False
 
     @property
+    def has_other_state(self) -> bool:
+        """Whether nodes hold more than the slots of their tokens: what layers without full
+        attention need behind them. A path can be continued where a node has all of it."""
+        return len(self.tree_components) > 1
+
+    @property
     def room(self) -> int:
         """Device slots that are free or can be evicted from the tree."""
         return self.free + int(self.tree_core.evictable_size())
@@ -72,13 +79,41 @@ class DeviceTree(SglangTree):
         return self.tree_core.node_by_id(number)
 
     def has(self, key: RadixKey) -> int:
-        """How many of the first positions of a key are on the device. Touches nothing."""
-        return int(self.tree_core.match_full_device_prefix(key)[0])
+        """How many of the first positions of a key are on the device and can be continued there,
+        or a node less. Touches nothing."""
+        if not self.has_other_state:
+            return int(self.tree_core.match_full_device_prefix(key)[0])
+        found = passed = 0
+        valid = [one.create_match_validator(match_device_only=True) for one in self.nodes_hold]
+        for node in self.path_of(key):
+            passed += len(node.key)
+            if all([is_valid(node) for is_valid in valid]):  # each counts the nodes of the path
+                found = passed
+        return found
+
+    @property
+    def nodes_hold(self) -> tuple[Any, ...]:
+        """SGLang's components of the tree."""
+        return tuple(self.components.values())
+
+    def path_of(self, key: RadixKey) -> Iterator[Any]:
+        """The whole nodes of a key's path on the device."""
+        key, node = key.page_aligned(self.page_size), self.node(self.root_node_handle())
+        while len(key):
+            node = node.children.get(key.child_key(self.page_size))
+            if node is None or node.evicted or node.key.match(key, self.page_size) < len(node.key):
+                return
+            yield node
+            key = key[len(node.key) :]
 
     def match(self, theirs: SglangMethod, params: MatchPrefixParams) -> MatchResult:
         """What SGLang's `theirs` finds. A request that waits is matched in many passes; where it
         would find what it found before, the tree is not walked again."""
         req = params.req
+        if self.has_other_state:
+            return theirs(
+                params
+            )  # a node that is there may have lost what else is needed behind it
         known: MatchResult | None = getattr(req, MATCHED, None)
         if known is not None and self._would_find(known, params.key):
             self.node(known.last_device_node).last_access_time = get_and_increase_time_counter()
@@ -105,6 +140,8 @@ class DeviceTree(SglangTree):
 
     def allocate(self, count: int) -> torch.Tensor | None:
         """(count,) int64 free device slots, for which others may leave; None: there is no room."""
+        if not count:
+            return torch.empty(0, dtype=torch.int64, device=self.device)
         if self.free < count:
             self.evict(EvictParams(num_tokens=count - self.free))
         slots = self.token_to_kv_pool_allocator.alloc(count)
@@ -130,6 +167,16 @@ class DeviceTree(SglangTree):
     def remove(self, number: int) -> None:
         """Take an unlocked leaf out of the tree; its slots are free."""
         self._evict_device_leaf(number, Counter())
+
+    def drop_state(self, number: int) -> None:
+        """Take the state of recurrent layers from an unlocked node, whose slots stay."""
+        gone = BaseEvictionResult()
+        self.tree_core._evict_component_and_detach_lru(
+            self.node(number), self.components[ComponentType.MAMBA],
+            device_frees=gone.device_frees, host_frees=gone.host_frees,
+            cache_actions=gone.cache_actions,
+        )  # fmt: skip
+        self._apply_eviction_result(gone)
 
     def drop_last_block(self, path: Prefix) -> None:
         """Take out what begins with the last block of a path, but for what is locked."""
@@ -162,7 +209,7 @@ class DeviceTree(SglangTree):
 
 
 def _is_locked(node: Any) -> bool:
-    return bool(node.component(ComponentType.FULL).lock_ref)
+    return any(data.lock_ref for data in node.component_data)
 
 
 def _leaves_first(tops: list[Any]) -> list[Any]:

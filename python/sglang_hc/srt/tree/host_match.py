@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
 from sglang_hc.srt.binding import fields
 from sglang_hc.tree.block_tree import BlockNode, PathMatch
+from sglang_hc.tree.ends import EndPart, Ends
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import Prefix, pack_tokens
 
@@ -36,11 +37,16 @@ class Found(NamedTuple):
 class HostMatch:
     """Look-ups of one device tree in the host tier. Belongs to the scheduler thread."""
 
-    def __init__(self, host: HostTier, layout: BlockLayout) -> None:
+    def __init__(self, host: HostTier, layout: BlockLayout, ends: Ends | None = None) -> None:
+        """ends: where paths can be continued; None where all layers have full attention, and they
+        can be everywhere."""
         self._tree = host.tree
+        self._ends = ends
         self._lag = layout.draft.lag
         """Tokens behind a position that its state depends on as well."""
         self._found: Found | None = None
+        self.last_block_end = 0
+        """Tokens of the whole blocks of the path that was looked up last."""
 
     def tokens(self, req: Any, key: RadixKey, device_node: Any, on_device: int) -> int:
         """Positions of a request's `key` that the host tier can serve.
@@ -48,6 +54,7 @@ class HostMatch:
         The device matched the first `on_device` of them, to the end of `device_node`. The key
         counts positions: with a draft model of the EAGLE family it has one token more.
         """
+        self.last_block_end = 0
         root = self._tree.known_root(fields.namespace_of(key))
         if root is None:
             return 0
@@ -63,8 +70,32 @@ class HostMatch:
         shared = min(count, on_device - known) // BLOCK_TOKENS
         if shared:
             setattr(device_node, NOTE, (served[shared - 1], known + shared * BLOCK_TOKENS))
-        self._found = Found(req, served[-1] if served else block, known + count)
-        return known + count - self._lag
+        last, total = served[-1] if served else block, known + count
+        self.last_block_end = total // BLOCK_TOKENS * BLOCK_TOKENS
+        if self._ends is not None:
+            last, total = self._up_to_end(last, total)
+        self._found = Found(req, last, total)
+        return total - self._lag
+
+    def _up_to_end(self, last: BlockNode, tokens: int) -> tuple[BlockNode, int]:
+        """Where the path of the first `tokens` tokens, up to block `last`, can be continued: the
+        last block before that place, or the root, and its tokens."""
+        assert self._ends is not None
+        path = last.path()[: tokens // BLOCK_TOKENS]
+        count = self._ends.deepest(path)
+        if count:
+            return path[count - 1], count * BLOCK_TOKENS
+        while last.parent is not None:
+            last = last.parent
+        return last, 0
+
+    def parts(self, path: Sequence[BlockNode]) -> list[EndPart] | None:
+        """What is needed to go on behind a path of whole blocks that are served; None where it is
+        not there any more."""
+        assert self._ends is not None
+        if self._ends.deepest(path) < len(path):
+            return None
+        return self._ends.parts(path, len(path))
 
     def ready(self, prompt: Prefix) -> PathMatch:
         """What the host tier can serve of a prompt."""

@@ -8,13 +8,11 @@ content arrives layer by layer while the request's own tokens are prefilled.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     EvictResult,
@@ -22,12 +20,8 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
     MatchResult,
 )
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.restore_plan import Reason, RestorePlan
-from sglang_hc.queue.meeting import Meeting
-from sglang_hc.restore.path import Restoration
+from sglang_hc.policy.restore_plan import Reason
 from sglang_hc.restore.prerestored import PrerestoredBlocks
 from sglang_hc.srt.binding import fields
 from sglang_hc.srt.engine.guard import SglangMethod, method, nothing
@@ -37,29 +31,17 @@ from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from sglang_hc.srt.tree.ahead import RestoreAhead, restorable
 from sglang_hc.srt.tree.audit import Audit
-from sglang_hc.srt.tree.capturing_tree import CapturingTree
 from sglang_hc.srt.tree.facades import ControllerFacade, HostPoolFacade
 from sglang_hc.srt.tree.host_match import HostMatch
+from sglang_hc.srt.tree.restoring_tree import RestoringTree
+from sglang_hc.srt.tree.states import TreeStates
 from sglang_hc.tiers.forgetting import Forgetter
 from sglang_hc.tiers.tiers import Tiers
-from sglang_hc.tree.block_tree import BlockNode
-
-REFUSED = "hc_refused"
-"""Attribute of a request: the handle under which a refusal was counted; it gets another one when it
-is retracted."""
-
 
 OTHER_STORES = "the tiers are those of --hc-disk and --hc-remote until the server is started again"
 
 
-class _Restoring(NamedTuple):
-    """A restoration that is not over; its node is locked. SGLang's checks ask for `node_id`."""
-
-    node_id: int
-    lock: Any
-
-
-class HcRadixCache(CapturingTree):
+class HcRadixCache(RestoringTree):
     """UnifiedRadixCache whose evicted prefixes come back from the tiers.
 
     Belongs to the scheduler thread.
@@ -75,16 +57,18 @@ class HcRadixCache(CapturingTree):
         compute: ComputeStream,
         prerestored: PrerestoredBlocks,
         audit: Audit | None = None,
+        states: TreeStates | None = None,
     ) -> None:
         """compute: where the model runs. prerestored: told of the end of each meeting. audit:
-        of what is restored; None for none."""
+        of what is restored; None for none. states: of recurrent layers; None without them."""
         super().__init__(params)
         layout = tiers.layout
         self.tiers = tiers
         self.decides_alone = tiers.decides_alone
         self.capture, self.restorer = tiers.capture, tiers.restorer
         self.meetings, self._disk = tiers.meetings, tiers.disk
-        self._lag = layout.draft.lag
+        self._lag, self.states = layout.draft.lag, states
+        self.ends = layout.ends if states is None else None
         self._recorder, self.audit = tiers.recorder, audit
         self.scheduler = scheduler
         self.compute_stream = compute
@@ -93,7 +77,7 @@ class HcRadixCache(CapturingTree):
         if self._disk is not None:
             shown = ControllerFacade(self.token_to_kv_pool_host, self._disk.name)
             self.cache_controller = shown
-        self.host_match = HostMatch(tiers.host, layout)
+        self.host_match = HostMatch(tiers.host, layout, tiers.ends)
         self.waiting = SchedulerQueue(tiers.queue, self.has, tiers.recorder)
         self.prerestored, planner = prerestored, self.restorer.planner
         self.ahead = RestoreAhead(
@@ -123,8 +107,13 @@ class HcRadixCache(CapturingTree):
             return result
         node = self.node(result.last_device_node)
         usable = self.host_match.tokens(params.req, key, node, on_device)
+        if self.states is not None:
+            result = self.states.track_branch(result, self.host_match.last_block_end)
         hit = (usable - on_device) // self.page_size * self.page_size
-        return result._replace(host_hit_length=hit) if hit > 0 else result
+        if hit <= 0:
+            return result
+        windows = min(self.kept, on_device + hit)
+        return result._replace(host_hit_length=hit, swa_host_hit_length=windows)
 
     @method(answer=nothing)
     def promise(self, req: Any) -> None:
@@ -133,7 +122,9 @@ class HcRadixCache(CapturingTree):
         hit = fields.host_hit(req)
         blocks = self.host_match.blocks(req, fields.prefix_length(req) + hit) if hit else None
         if blocks is not None:
-            worth = self.ahead.promise(self, req, blocks, fields.prefix_length(req) + hit)
+            stop = fields.prefix_length(req) + hit
+            whole = self.ends is not None or self.states is not None
+            worth = hit if whole else self.ahead.promise(self, req, blocks, stop)
             fields.set_host_hit(req, worth or hit)
 
     @method(answer=lambda tree, params: (0, fields.prefix_node(params.req)))
@@ -158,105 +149,6 @@ class HcRadixCache(CapturingTree):
             slots, node = self.load_back(req, blocks, stop)
         return len(slots), node
 
-    def load_met(self, meeting: Meeting, req: Any) -> tuple[torch.Tensor, Any] | None:
-        """As `load_back`, of a history of which nothing is still to come. None where it cannot be
-        restored. The meeting is over."""
-        request, start = serial_of(req), fields.prefix_length(req)
-        stop = restorable(meeting, req, self.page_size)
-        self.prerestored.prove(request)
-        blocks = self.meetings.join(request, start)
-        if blocks is None or stop <= start:
-            self.prerestored.forget([request])
-            return None
-        return self.load_back(req, blocks, stop, met=True)
-
-    def load_back(
-        self, req: Any, blocks: Sequence[BlockNode], stop: int, *, met: bool = False
-    ) -> tuple[torch.Tensor, Any]:
-        """Slots for the tokens from the end of the request's prefix to `stop`, whose path `blocks`
-        are ready, and the node that has them; or none. The request holds a lock on its prefix. met:
-        see `place`."""
-        placed = self.ahead.place(self, req, blocks, stop, met=met)
-        if isinstance(placed, Reason):
-            return self.refuse(req, placed)
-        slots, plan, missing, early = placed
-        loaded = self.insert_restoring_node(req, blocks, slots, plan, missing)
-        if len(loaded[0]):
-            self.restorer.join_early(early)
-        return loaded
-
-    def insert_restoring_node(
-        self, req: Any, blocks: Sequence[BlockNode], slots: torch.Tensor, plan: RestorePlan,
-        missing: Sequence[tuple[int, int]],
-    ) -> tuple[torch.Tensor, Any]:  # fmt: skip
-        """As `load_back`, into these slots. Tokens [begin, end) of `missing` are restored; of the
-        others the slots hold K and V already."""
-        before, restorer = fields.prefix_slots(self, req), self.restorer
-        stop = len(before) + len(slots) + self._lag
-        try:
-            key = RadixKey(fields.prompt_of(req)[:stop], fields.namespace_of(req))
-            end, priority = fields.prefix_node(req), fields.priority_of(req)
-            node = self.extend(end, before, key, slots, priority)
-        except Exception:
-            self.token_to_kv_pool_allocator.free(slots)
-            raise
-        if node is None:
-            self.token_to_kv_pool_allocator.free(slots)
-            return self.refuse(req, Reason.TREE_CHANGED)
-        queued = restorer.num_queued
-        try:
-            self._queue(blocks, slots, node, before, plan, missing)
-        except Exception:
-            # Nobody may read what is not restored: the promise is taken back.
-            restorer.unqueue(queued)
-            self.remove(node)
-            raise
-        if self.audit is not None:
-            self.audit.restored(req, blocks, len(before), len(before) + len(slots))
-        if fields.was_retracted(req):
-            restorer.counters["retracted_restored_tokens"] += len(slots)
-        return slots, node
-
-    def _queue(
-        self, blocks: Sequence[BlockNode], slots: torch.Tensor, node: Any, before: torch.Tensor,
-        plan: RestorePlan, missing: Sequence[tuple[int, int]],
-    ) -> None:  # fmt: skip
-        """Restorations of `missing` into `slots`, which `node` has behind the slots `before`."""
-        restorer, lag = self.restorer, self._lag
-        self.compute_stream.will_read(slots)
-        restorer.planner.take(plan)
-        for begin, end in missing:
-            path = tuple(blocks[: -(-(end + lag) // BLOCK_TOKENS)])
-            own = slots[begin - len(before) : end - len(before)]
-            above = torch.cat([before, slots[: begin - len(before)]])
-            self.compute_stream.will_read(above)
-            recompute = restorer.recomputed(plan)
-            restoration = Restoration(path, begin, end, own, recompute, above)
-            number = next(self._numbers)
-            self.ongoing_load_back[number] = _Restoring(node, self.lock(node))
-            release = partial(self._restored, number)
-            try:
-                restorer.queue(restoration, release)
-            except Exception:
-                release()
-                raise
-
-    def _restored(self, number: int) -> None:
-        """A restoration is over."""
-        one = self.ongoing_load_back.pop(number, None)
-        if one is not None:  # the tree was not reset since
-            self.unlock(one.lock)
-
-    def refuse(self, req: Any, reason: Reason) -> tuple[torch.Tensor, Any]:
-        """Nothing is restored for this request; it recomputes. SGLang may admit it some passes
-        later, and asks in each."""
-        handle = fields.handle_of(req)
-        if getattr(req, REFUSED, None) is not handle:
-            setattr(req, REFUSED, handle)
-            self.restorer.planner.refuse(reason)
-        fields.set_host_hit(req, 0)
-        return torch.empty(0, dtype=torch.int64, device=self.device), fields.prefix_node(req)
-
     # -- evict -----------------------------------------------------------------------------------
 
     def evictable_size(self) -> int:
@@ -278,12 +170,11 @@ class HcRadixCache(CapturingTree):
 
     def _evict_beside(self, theirs: SglangMethod, params: EvictParams) -> EvictResult:
         freed = self.audit.release() if self.audit is not None else 0
-        if freed >= params.num_tokens:
-            return EvictResult(num_tokens_evicted=freed)
-        result = theirs(replace(params, num_tokens=params.num_tokens - freed))
-        result.num_tokens_evicted += freed
+        params = replace(params, num_tokens=max(0, params.num_tokens - freed))
+        result = theirs(params)
         if result.num_tokens_evicted < params.num_tokens:
             result.num_tokens_evicted += self.prerestored.release()
+        result.num_tokens_evicted += freed
         return result
 
     # -- restore ---------------------------------------------------------------------------------

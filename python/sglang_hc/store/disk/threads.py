@@ -14,7 +14,7 @@ from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import WRITE_QUEUE, BlockDone, SlotRead, SlotWrite
 from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.store import DiskStore
-from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.host_pool import SlotPool
 from sglang_hc.store.jobs import JobThread, Question
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.workers import Workers
@@ -58,7 +58,7 @@ class DiskThreads:
     def __init__(
         self,
         store: DiskStore,
-        pool: HostPool,
+        pool: SlotPool,
         counts: Counter[str],
         patience: Patience | None = None,
         tier: SourceTier = SourceTier.DISK,

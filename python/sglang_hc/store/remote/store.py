@@ -26,7 +26,7 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.disk.format import VERSION, Damaged, StoredModel, check_block, seal_block
-from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.host_pool import SlotPool
 from sglang_hc.store.jobs import J, Job, JobThread, Question
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote.backend import Frames, RemoteBackend
@@ -72,7 +72,7 @@ class RemoteStore:
         self,
         backend: RemoteBackend,
         frames: Frames,
-        pool: HostPool,
+        pool: SlotPool,
         model: StoredModel,
         counts: Counter[str],
         clock: Callable[[], float] = time.monotonic,

@@ -14,9 +14,10 @@ from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.layer_plan import plan_for, stored_bytes
 from sglang_hc.policy.makespan import LayerTimes, makespan
 from sglang_hc.policy.meeting import Split, best_split, from_below
-from sglang_hc.tools.cli import throughput
+from sglang_hc.tools.cli import plan_ends, throughput
 from sglang_hc.tools.cli.main import blaming, count, number
 from sglang_hc.tools.datasheet import Hardware, datasheet_costs, load_hardware
+from sglang_hc.tools.model_ends import kept_shape
 from sglang_hc.tools.model_shape import ModelShape, read_model_config
 
 DEFAULT_CONTEXT = 2560
@@ -71,13 +72,15 @@ def run(args: argparse.Namespace) -> int:
     """Print the plans. Raises UsageError for anything that cannot be planned."""
     with blaming("--model"):
         config, where = read_model_config(args.model)
-        shape = ModelShape.from_config(config, where=where)
+        kept = None if args.throughput else kept_shape(config, where)
+        shape = ModelShape.from_config(config, where=where) if kept is None else None
     with blaming("--gpu"):
         hardware = load_hardware(args.gpu)
     link = hardware.link_gbps.value
     if args.link_gbps is not None:
         link = _gbps("--link-gbps", args.link_gbps)
     if args.throughput:
+        assert shape is not None
         return throughput.run(args, shape, hardware, link)
     throughput.refuse_options(args)
     disk = None if args.disk_gbps is None else _gbps("--disk-gbps", args.disk_gbps)
@@ -88,6 +91,11 @@ def run(args: argparse.Namespace) -> int:
             ("--new-tokens", args.new_tokens, DEFAULT_NEW),
         )
     )
+    if shape is None:
+        assert kept is not None
+        rates = {"host": link} | ({} if disk is None else {"disk": disk})
+        print(plan_ends.report(kept, context, rates, as_json=args.json))
+        return 0
     cost = datasheet_costs(hardware, shape, link * 1e9, None if disk is None else disk * 1e9)
     reports = {tier: _report(cost, shape, tier, context, new) for tier in cost.copies}
     setting = {

@@ -1,0 +1,75 @@
+"""Assembly for models whose layers do not all have full attention: ends, and what moves them."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from sglang_hc.capture.direct import DeviceRing, DirectRows
+from sglang_hc.capture.states import StateCapture
+from sglang_hc.config import HcConfig
+from sglang_hc.device.copy_stream import CopyStream
+from sglang_hc.policy.eviction import EvictionPolicy, make_policy
+from sglang_hc.policy.pins import SessionPins
+from sglang_hc.queue.lookahead import LookAhead
+from sglang_hc.ranks.agreement import Ranks
+from sglang_hc.restore.path import EndPath
+from sglang_hc.restore.states import StateRestorer
+from sglang_hc.srt.model.state_pool import StatePool
+from sglang_hc.srt.model.window_pool import WindowPool
+from sglang_hc.srt.tree.states import TreeStates
+from sglang_hc.store.host_memory import HostMemory
+from sglang_hc.store.scatter_queue import ScatterQueue
+from sglang_hc.tiers.tiers import States, Tiers
+from sglang_hc.tree.ends import End, Ends
+from sglang_hc.tree.host_tier import HostTier
+
+logger = logging.getLogger(__name__)
+
+STATES_UNDER_WAY = 2
+"""States that pass through the device memory of their own on their way to the host."""
+
+
+def ends_of(
+    config: HcConfig, memory: HostMemory, host: HostTier, window: LookAhead, pins: SessionPins
+) -> Ends | None:
+    """Where paths can be continued; None where all layers have full attention."""
+    pool = memory.ends
+    if pool is None:
+        return None
+    size = pool.layout.slot_bytes
+    logger.info("sglang-hc: %d slots of %.3g MiB for ends", pool.num_slots, size / 2**20)
+    policy: EvictionPolicy[End] = make_policy(config.eviction, window, pinned=pins)
+    return Ends(pool.layout, pool.num_slots, host, policy, window.next_use)
+
+
+def end_path(windows: WindowPool | None, memory: HostMemory) -> EndPath | None:
+    """What rows of sliding windows pass through; None without them."""
+    if memory.ends is None or windows is None:
+        return None
+    return EndPath(memory.ends, windows.rows, windows.numbers)
+
+
+def states_of(
+    pool: StatePool | None, memory: HostMemory, host: HostTier, ends: Ends | None,
+    scatters: ScatterQueue, copies: CopyStream, counters: Counter[str], ranks: Ranks,
+) -> States | None:  # fmt: skip
+    """What moves states of recurrent layers; None without them."""
+    parts = memory.ends
+    if pool is None or parts is None or ends is None:
+        return None
+    ring = None
+    if pool.device.type == "cuda":
+        ring = DeviceRing(STATES_UNDER_WAY * parts.layout.slot_bytes, pool.device)
+    rows = DirectRows(parts.state, copies.opposite(), scatters, ring)
+    return States(
+        StateCapture(host, ends, rows, scatters),
+        StateRestorer(ends, parts.state, pool, copies, counters, ranks),
+    )
+
+
+def tree_states(pool: StatePool | None, tiers: Tiers) -> TreeStates | None:
+    """The same, for SGLang's tree."""
+    if pool is None or tiers.ends is None or tiers.states is None:
+        return None
+    return TreeStates(pool, tiers.ends, tiers.states)

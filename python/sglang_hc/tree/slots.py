@@ -1,0 +1,83 @@
+"""Slots of one pool of host memory, each with exactly one owner.
+
+    free -> staged (somebody writes it) -> held (by what it stands for) -> free
+
+Which slot holds what is the business of `host_tier.HostTier` and `ends.Ends`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+
+class Slots:
+    """damaged: slots whose bytes could not be written: not served until they are staged anew."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = list(range(count - 1, -1, -1))
+        self._staged: set[int] = set()
+        self._withheld: Counter[int] = Counter()
+        """Slots by how many operations that were given up may still touch them."""
+        self._ownerless: set[int] = set()
+        """Of these the ones that would be free."""
+        self.damaged: set[int] = set()
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def staged(self) -> int:
+        return len(self._staged)
+
+    @property
+    def withheld(self) -> int:
+        return len(self._withheld)
+
+    def is_staged(self, slot: int) -> bool:
+        return slot in self._staged
+
+    def stage(self) -> int:
+        """A free slot to write into. Raises IndexError where none is free."""
+        slot = self._free.pop()
+        self._staged.add(slot)
+        self.damaged.discard(slot)
+        return slot
+
+    def unstage(self, slot: int) -> None:
+        """Give a staged slot back unused. Its bytes must have no writer any more."""
+        self.hold(slot)
+        self.release(slot)
+
+    def hold(self, slot: int) -> None:
+        """What a staged slot stands for owns it from now on."""
+        self._staged.remove(slot)
+
+    def release(self, slot: int) -> None:
+        """The owner of a held slot gives it back."""
+        if slot in self._withheld:
+            self._ownerless.add(slot)
+        else:
+            self._free.append(slot)
+
+    def withhold(self, slots: Iterable[int]) -> None:
+        """An operation on these slots was given up, but may touch them at any later time. Whoever
+        owns them keeps them; nobody gets them afterwards before `give_back`."""
+        self._withheld.update(slots)
+
+    def give_back(self, slots: Iterable[int]) -> None:
+        """Such an operation is over after all."""
+        for slot in slots:
+            self._withheld[slot] -= 1
+            if not self._withheld[slot]:
+                del self._withheld[slot]
+                if slot in self._ownerless:
+                    self._ownerless.remove(slot)
+                    self._free.append(slot)
+
+    def check_integrity(self, held: Iterable[int]) -> None:
+        """Raise AssertionError unless every slot has exactly one owner. O(slots)."""
+        owners = [*self._free, *self._staged, *self._ownerless, *held]
+        assert sorted(owners) == list(range(self.count)), "a slot has no owner or two"

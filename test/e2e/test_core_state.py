@@ -1,0 +1,211 @@
+"""Recurrent layers under SGLang's real scheduler, on a CPU with torch for their kernels: what was
+evicted comes back with the state behind it, and goes on word for word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_hc.errors import ConfigError
+from sglang_hc.forms import BLOCK_TOKENS
+from support import (
+    ranked_turns,
+    retractions,
+    state_core,
+    state_kernels,
+    state_model,
+    state_talks,
+)
+from support.core import Once, Reply, run_in_child
+from support.prompts import in_directory, in_store, on_disk, prompt
+from support.ranked_core import run_ranks
+from support.state_core import KEPT, engine, evicted, never_evicted
+
+CHUNKS = "--chunked-prefill-size", "128"
+UNEVEN = "--chunked-prefill-size", "100"
+PLAIN = "--disable-overlap-schedule"
+PAGES = "--page-size", "64"
+ALONE = "--hc-disable", "--mamba-track-interval", "64"
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("states")
+    state_model.make(made)
+    return made
+
+
+@pytest.fixture
+def model(folder: Path) -> str:
+    return str(folder / "qwen3-next")
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("qwen3-next", (*UNEVEN, "--enable-mixed-chunk")),
+        pytest.param("qwen3-next", PAGES, marks=slow),
+        pytest.param("qwen3-next", (*CHUNKS, PLAIN), marks=slow),
+        pytest.param("qwen3-next", (*CHUNKS, *PAGES), marks=slow),
+        pytest.param("qwen3-next", (*PAGES, PLAIN), marks=slow),
+        pytest.param("qwen3.5", (), marks=slow),
+        pytest.param("granite-4", (), marks=slow),
+        pytest.param("granite-4", (*PAGES, *CHUNKS), marks=slow),
+        pytest.param("qwen3.5", (*PAGES, *CHUNKS), marks=slow),
+    ],
+)
+def test_what_left_the_device_comes_back(
+    folder: Path, once: Once, name: str, flags: tuple[str, ...]
+) -> None:
+    model = str(folder / name)
+    wanted = once(never_evicted, model, *flags)
+    (found,) = run_in_child(evicted, model, *flags)
+    assert [found.first, found.second.tokens] == wanted
+    assert found.same, "the device has other bytes than before"
+    assert (found.second.device, found.second.host) == (0, KEPT)
+    assert found.stats["layer_plan"] == "kv:2" and "guarded_errors" not in found.stats
+
+
+def test_a_wrong_state_is_noticed(model: str, once: Once) -> None:
+    """The control: the state behind the last end is another one, the rows of K and V are right."""
+    wanted = once(never_evicted, model)
+    spoils = None, state_core.stale, state_core.another, state_core.missing
+    right, *wrong = run_in_child(partial(evicted, spoils=spoils), model)
+    assert [right.first, right.second.tokens] == wanted and right.same
+    for found in wrong:
+        assert found.first == wanted[0] and found.second.host == KEPT
+        assert not found.same and found.second.tokens != wanted[1]
+
+
+@slow
+@pytest.mark.parametrize("flags", [(), CHUNKS, PAGES, (*CHUNKS, PLAIN)])
+def test_a_returning_turn_computes_less_than_a_block_again(
+    model: str, once: Once, flags: tuple[str, ...]
+) -> None:
+    wanted = once(state_talks.talk, model, 10, False, *flags, *ALONE)
+    found = run_in_child(state_talks.talk, model, 10, True, *flags)
+    assert [turn.reply for turn in found] == [turn.reply for turn in wanted]
+    assert all(turn.computed - turn.new < BLOCK_TOKENS for turn in found)
+
+
+@slow
+def test_where_prompts_branch_the_second_one_leaves_a_state(model: str, once: Once) -> None:
+    wanted = once(state_talks.branches, model, False)
+    found = run_in_child(state_talks.branches, model, True)
+    assert [reply.tokens for reply in found] == [reply.tokens for reply in wanted]
+    assert [reply.host for reply in found] == [0, 0, 192]
+
+
+@slow
+def test_a_state_alone_comes_back(model: str, once: Once) -> None:
+    """What the device has of K and V stays there."""
+    wanted = once(state_talks.parted, model, False)
+    found = run_in_child(state_talks.parted, model, True)
+    assert found.reply.tokens == wanted.reply.tokens
+    assert (wanted.reply.device, found.reply.host) == (192, 192)
+    assert found.stats["restored_states"] == 1 and "restored_tokens" not in found.stats
+
+
+@slow
+def test_aborts_leave_nothing_behind(model: str) -> None:
+    found = run_in_child(state_talks.aborted, model)
+    assert found["stats"]["restored_states"] > 5 and "guarded_errors" not in found["stats"]
+
+
+def first_turn(model: str, *flags: str) -> list[int]:
+    core = engine(model, *flags)
+    reply = core.ask(state_core.PROMPT, 24)
+    core.settle()
+    return reply.tokens
+
+
+def second_turn(model: str, first: list[int], *flags: str) -> Reply:
+    core = engine(model, *flags)
+    reply = core.ask(state_core.history(first), 24)
+    core.settle()
+    return reply
+
+
+@pytest.mark.parametrize(
+    "below", [on_disk, pytest.param(in_directory, marks=slow), pytest.param(in_store, marks=slow)]
+)
+def test_the_next_server_goes_on(
+    model: str, once: Once, tmp_path: Path, below: Callable[[object], tuple[str, ...]]
+) -> None:
+    wanted = once(never_evicted, model)
+    flags = below(tmp_path)
+    first = run_in_child(first_turn, model, *flags)
+    second = run_in_child(second_turn, model, first, *flags)
+    assert [first, second.tokens] == wanted
+    assert second.storage == KEPT
+
+
+def on_rank(rank: int, port: int, model: str, *flags: str) -> ranked_turns.Turns:
+    state_kernels.use()
+    flags = *state_core.STATES, *flags
+    return ranked_turns.talk(ranked_turns.engine(rank, port, "tp", "kv", model, *flags), "away")
+
+
+@slow
+def test_two_ranks_divide_rows_and_states(model: str) -> None:
+    found = run_ranks(on_rank, model)
+    ranked_turns.check_tokens(found)
+    assert found[0].counted["restored_tokens"] == ranked_turns.BLOCKS
+    assert found[0].counted["restored_states"] == 1
+
+
+def retracted(model: str, often: bool) -> dict[str, Any]:
+    if often:
+        retractions.retract_often()
+    prompts = [prompt(i, 100 + 10 * i) for i in range(3)]
+    return retractions.serve(engine(model), prompts)
+
+
+@slow
+def test_what_was_retracted_comes_back(model: str) -> None:
+    """Up to its last state: what is behind it is computed again."""
+    calm, found = (run_in_child(retracted, model, often) for often in (False, True))
+    assert found["replies"] == calm["replies"] and found["retractions"] > 0
+    assert found["again"] <= BLOCK_TOKENS * found["retractions"]
+    assert found["stats"]["retracted_restored_tokens"] > 0
+
+
+@slow
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("flags", [(), (*CHUNKS, *PAGES), (*CHUNKS, PLAIN)])
+def test_random_conversations_say_what_they_say_on_the_device(
+    model: str, seed: int, flags: tuple[str, ...]
+) -> None:
+    wanted, _ = run_in_child(state_talks.stormy, model, seed, False, *flags, *ALONE)
+    found, stats = run_in_child(state_talks.stormy, model, seed, True, *flags)
+    assert found == wanted
+    assert "guarded_errors" not in stats
+
+
+def refusal(model: str, *flags: str) -> str:
+    try:
+        engine(model, *flags)
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("it was started")
+
+
+@slow
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (
+            ("--mamba-radix-cache-strategy", "no_buffer", PLAIN),
+            "it keeps states where requests end, and not where blocks do",
+        ),
+        (("--hc-forms", "recompute:1,kv:1"), "is not among the families whose first layers"),
+        (("--hc-overflow", "reembed"), "a state has no tokens that move"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(model: str, flags: tuple[str, ...], why: str) -> None:
+    assert why in run_in_child(refusal, model, *flags)

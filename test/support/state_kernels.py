@@ -1,0 +1,221 @@
+"""torch in place of the kernels of recurrent layers that SGLang's wheel has for GPUs only:
+convolution, gated delta rule, gated norm, and the copy of a state that is kept. The pools and their
+layout are SGLang's.
+
+Sums of the delta rule are in float64, so a state hardly depends on where its prefill began.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from support import mamba_kernels
+from support.sparse_kernels import in_float64
+
+CHUNK = 64
+"""Tokens between two states that a prefill gives."""
+
+
+def use() -> None:
+    """In this process, which has no engine yet and none but these."""
+    import os
+
+    os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float32"
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    _without_a_device()
+    import sglang.srt.arg_groups.mamba_hook as arguments
+    import sglang.srt.layers.attention.hybrid_linear_attn_backend as states
+    import sglang.srt.layers.attention.linear.gdn_backend as backend
+    import sglang.srt.layers.attention.linear.kernels.gdn_triton as kernels
+    import sglang.srt.models.qwen2_moe as experts
+    import sglang.srt.models.qwen3_5 as qwen
+    from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
+    from sglang.kernels.ops.attention.fla.layernorm_gated import RMSNorm
+
+    arguments._platform_supports_mamba_cache_extra_buffer = lambda: True
+    backend.causal_conv1d_fn, backend.causal_conv1d_update = convolve, convolve_one
+    backend.fused_gdn_gating = gates
+    kernels.chunk_gated_delta_rule = prefill
+    kernels.fused_recurrent_gated_delta_rule_packed_decode = decode
+    states.track_mamba_states_all_layers = keep_states
+    FusedRMSNormGated.forward = RMSNorm.forward = gated_norm
+    experts.fused_gate_sigmoid_mul_add = add_gated
+    qwen.fused_sigmoid_mul = gated
+    mamba_kernels.use()
+    torch.nn.functional.linear = in_float64(torch.nn.functional.linear)
+
+
+def _without_a_device() -> None:
+    asked = torch.get_device_module
+    torch.get_device_module = lambda device=None: torch.cpu if device is None else asked(device)
+    torch.cpu.device = lambda _=None: nullcontext()  # type: ignore[attr-defined]
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign,assignment]
+
+
+# -- convolution ---------------------------------------------------------------------------------
+
+
+def convolve(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, conv_states: torch.Tensor,
+    seq_lens_cpu: Any, cache_indices: torch.Tensor, has_initial_state: torch.Tensor, **_: Any,
+) -> torch.Tensor:  # fmt: skip
+    """x (channels, tokens) of several requests, weight (channels, width). What comes next needs
+    the last inputs of each, which its slot of conv_states (slots, channels, width - 1) keeps."""
+    out, at = torch.empty_like(x), 0
+    kept = weight.shape[1] - 1
+    for request, count in enumerate(map(int, seq_lens_cpu)):
+        state = conv_states[int(cache_indices[request])]
+        before = state if bool(has_initial_state[request]) else torch.zeros_like(state)
+        inputs = torch.cat([before, x[:, at : at + count]], 1)
+        out[:, at : at + count] = _convolved(inputs, weight, bias)
+        state.copy_(inputs[:, -kept:])
+        at += count
+    return out
+
+
+def convolve_one(
+    x: torch.Tensor, conv_states: torch.Tensor, weight: torch.Tensor,
+    bias: torch.Tensor | None = None, activation: str | None = None, *,
+    conv_state_indices: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """As `convolve`, of one token a request: x (requests, channels)."""
+    slots = conv_state_indices.long()
+    inputs = torch.cat([conv_states[slots], x.unsqueeze(2)], 2)
+    conv_states[slots] = inputs[:, :, 1:]
+    return torch.cat([_convolved(one, weight, bias) for one in inputs], 1).T.contiguous()
+
+
+def _convolved(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    windows = inputs.double().unfold(1, weight.shape[1], 1)
+    out = (windows * weight.double().unsqueeze(1)).sum(-1)
+    out = out if bias is None else out + bias.double().unsqueeze(1)
+    return functional.silu(out).to(inputs.dtype)
+
+
+# -- gated delta rule ----------------------------------------------------------------------------
+
+
+def gates(
+    decay: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """a, b (tokens, heads): logarithm of what stays of a state, and how much of it is replaced,
+    (1, tokens, heads) each."""
+    kept = -decay.float().exp() * functional.softplus(a.float() + bias.float())
+    return kept.unsqueeze(0), b.float().sigmoid().unsqueeze(0)
+
+
+def prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    initial_state: torch.Tensor, initial_state_indices: torch.Tensor, cu_seqlens: torch.Tensor,
+    **_: Any,
+) -> tuple[torch.Tensor, None, torch.Tensor]:  # fmt: skip
+    """q, k (1, tokens, key heads, K), v (1, tokens, heads, V) of several requests, whose states are
+    in slots of initial_state (slots, heads, V, K). Returns (1, tokens, heads, V), and the state at
+    the begin of each chunk of each request, (1, chunks, heads, V, K) float32."""
+    out, states, spans = torch.empty_like(v), [], pairwise(cu_seqlens.tolist())
+    for slot, (at, end) in zip(initial_state_indices.tolist(), spans, strict=True):
+        parts = (part[0, at:end] for part in (q, k, v, g, beta))
+        out[0, at:end], before, last = delta_rule(*parts, initial_state[slot])
+        states.append(before)
+        initial_state[slot] = last
+    return out, None, torch.cat(states).float().unsqueeze(0)
+
+
+def decode(
+    mixed_qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor,
+    dt_bias: torch.Tensor, initial_state: torch.Tensor, out: torch.Tensor,
+    ssm_state_indices: torch.Tensor, **_: Any,
+) -> None:  # fmt: skip
+    """One token a request, into `out` (requests, 1, heads, V)."""
+    heads, value, key = initial_state.shape[1:]
+    of_keys = (mixed_qkv.shape[1] - heads * value) // 2
+    q, k, v = mixed_qkv.split([of_keys, of_keys, heads * value], -1)
+    kept, replaced = gates(A_log, a, b, dt_bias)
+    for request, slot in enumerate(ssm_state_indices.tolist()):
+        out[request], _, initial_state[slot] = delta_rule(
+            q[request].view(1, -1, key), k[request].view(1, -1, key),
+            v[request].view(1, heads, value), kept[0, request : request + 1],
+            replaced[0, request : request + 1], initial_state[slot],
+        )  # fmt: skip
+
+
+def delta_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Tokens of one request in chunks: within one, what each token adds follows from the others by
+    one triangular system. q, k (tokens, key heads, K), v (tokens, heads, V), g, beta (tokens,
+    heads), state (heads, V, K). Returns what `prefill` does, and the last state, float64."""
+    tokens, heads = g.shape
+    each, chunks = heads // q.shape[1], -(-tokens // CHUNK)
+
+    def chunked(part: torch.Tensor) -> torch.Tensor:
+        """(tokens, heads, width) -> (chunks, heads, CHUNK, width) float64."""
+        padded = functional.pad(part.double(), (0, 0, 0, 0, 0, chunks * CHUNK - tokens))
+        return padded.unflatten(0, (chunks, CHUNK)).transpose(1, 2)
+
+    query = chunked(_unit(q).repeat_interleave(each, 1)) * q.shape[-1] ** -0.5
+    key = chunked(_unit(k).repeat_interleave(each, 1))
+    value, rate = chunked(v), chunked(beta.unsqueeze(-1))
+    decay = chunked(g.unsqueeze(-1)).cumsum(2)
+    between = (decay - decay.transpose(2, 3)).tril().exp().tril()
+    mixed = rate * (key @ key.transpose(2, 3)) * between
+    system = torch.eye(CHUNK, dtype=torch.float64) + mixed.tril(-1)
+    sides = torch.cat([rate * value, rate * decay.exp() * key], -1)
+    added, erased = torch.linalg.solve_triangular(
+        system, sides, upper=False, unitriangular=True
+    ).split([value.shape[-1], key.shape[-1]], -1)
+    seen = (query @ key.transpose(2, 3)) * between
+    now, out, states = state.double(), torch.empty_like(value), []
+    for i in range(chunks):
+        states.append(now)
+        new = added[i] - erased[i] @ now.transpose(1, 2)
+        out[i] = (query[i] * decay[i].exp()) @ now.transpose(1, 2) + seen[i] @ new
+        last = decay[i, :, -1:]
+        now = now * last.exp() + new.transpose(1, 2) @ (key[i] * (last - decay[i]).exp())
+    found = out.transpose(1, 2).flatten(0, 1)[:tokens]
+    return found.to(v.dtype), torch.stack(states), now
+
+
+def _unit(rows: torch.Tensor) -> torch.Tensor:
+    rows = rows.double()
+    return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + 1e-6)
+
+
+def keep_states(
+    conv: torch.Tensor, state: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor,
+    kept: torch.Tensor, requests: int, **_: Any,
+) -> None:  # fmt: skip
+    """Of the requests that mask (requests,) names, the states of all layers in `slots` go to the
+    slots `kept` too."""
+    own, to = slots[:requests][mask].long(), kept[:requests][mask].long()
+    for part in (conv, state):
+        part[:, to] = part[:, own]
+
+
+# -- around it -----------------------------------------------------------------------------------
+
+
+def gated_norm(self: Any, x: torch.Tensor, z: torch.Tensor | None = None, *_: Any) -> torch.Tensor:
+    rows = x.double()
+    rows = rows * torch.rsqrt((rows * rows).mean(-1, keepdim=True) + self.eps)
+    rows = rows * self.weight.double()
+    return (rows if z is None else rows * functional.silu(z.double())).to(x.dtype)
+
+
+def add_gated(
+    hidden: torch.Tensor, weight: torch.Tensor, shared: torch.Tensor, out: torch.Tensor
+) -> None:
+    """What the shared expert adds, `shared` (tokens, width), goes to `out` by its gate."""
+    out += torch.sigmoid(hidden @ weight).unsqueeze(1) * shared
+
+
+def gated(rows: torch.Tensor, gate: torch.Tensor, **_: Any) -> torch.Tensor:
+    return rows.mul_(torch.sigmoid(gate.reshape(rows.shape)))

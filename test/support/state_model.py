@@ -1,0 +1,62 @@
+"""Small random models with recurrent layers: every other layer keeps a state in place of K and V.
+
+PYTHONPATH=test:. python -m support.state_model FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from scripts import make_tiny_models
+from scripts.make_tiny_models import FAMILIES, Family, make_models
+
+_SHAPE: dict[str, Any] = dict(
+    FAMILIES["qwen3"].arguments, linear_num_key_heads=2, linear_num_value_heads=6,
+    linear_key_head_dim=32, linear_value_head_dim=32, linear_conv_kernel_dim=4,
+    layer_types=["linear_attention", "full_attention"] * 2, full_attention_interval=2,
+)  # fmt: skip
+
+MODELS = {
+    "qwen3-next": Family(
+        "Qwen3NextConfig",
+        _SHAPE | dict(
+            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128,
+            shared_expert_intermediate_size=128, decoder_sparse_step=1, mlp_only_layers=[],
+        ),
+        "Qwen3-Next, gated delta rule, two of four experts",
+    ),
+    "granite-4": Family(
+        "GraniteMoeHybridConfig",
+        FAMILIES["granite"].arguments | dict(
+            layer_types=["mamba", "attention"] * 2, num_local_experts=0,
+            shared_intermediate_size=512, position_embedding_type="nope", mamba_n_heads=8,
+            mamba_d_head=64, mamba_d_state=32, mamba_n_groups=1, mamba_chunk_size=64,
+        ),
+        "Granite 4, Mamba2, dense, no positions",
+    ),
+    "qwen3.5": Family("Qwen3_5TextConfig", _SHAPE, "Qwen3.5, gated delta rule, dense"),
+}  # fmt: skip
+
+
+_centre = make_tiny_models._centre
+
+
+def centre(module_name: str, module: Any, name: str) -> float:
+    """What a recurrent layer keeps lasts for hundreds of tokens."""
+    return -5.0 if name == "A_log" else _centre(module_name, module, name)
+
+
+def make(folder: Path) -> None:
+    """Write the checkpoints, folder/NAME, in a process of its own."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-m", __name__, str(folder)], check=True, env=env)
+
+
+if __name__ == "__main__":
+    make_tiny_models._centre = centre
+    FAMILIES.update(MODELS)
+    make_models(list(MODELS), Path(sys.argv[1]), 0, False)

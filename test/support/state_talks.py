@@ -1,0 +1,131 @@
+"""Conversations with a model that has recurrent layers: what each of them computes, what branches,
+what is evicted in parts, and random ones beside those that stay on the device."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from support.core import Reply
+from support.prompts import prompt
+from support.state_core import engine
+
+
+class Turn(NamedTuple):
+    """A turn of a conversation. computed: tokens of its prompt. new: of these, those that no turn
+    before had computed."""
+
+    reply: list[int]
+    computed: int
+    new: int
+
+
+def talk(model: str, turns: int, evicts: bool, *flags: str) -> list[Turn]:
+    """One conversation. evicts: the device forgets it behind each turn."""
+    core = engine(model, "--max-total-tokens", "2048", *flags)
+    found, history = list[Turn](), list[int]()
+    for number in range(turns):
+        own = prompt(number, 5 + 23 * number % 90)
+        reply = core.ask([*history, *own], 20 + 7 * number % 30, "talk")
+        # The last token of a reply is not computed before the next turn.
+        found.append(Turn(reply.tokens, len(history) + len(own) - reply.cached, len(own) + 1))
+        history += [*own, *reply.tokens]
+        if evicts:
+            core.tree.tiers.drain()
+            core.evict()
+    return found
+
+
+def branches(model: str, evicts: bool) -> list[Reply]:
+    """Three prompts with 200 tokens in common."""
+    core, shared, found = engine(model), prompt("shared", 200), []
+    for number in range(3):
+        found.append(core.ask([*shared, *prompt(number, 90)], 16))
+        if evicts:
+            core.tree.tiers.drain()
+            core.evict()
+    core.settle()
+    return found
+
+
+class Parted(NamedTuple):
+    """The reply to a prompt whose state has left the device, and its K and V have not. stats:
+    behind it."""
+
+    reply: Reply
+    stats: dict[str, Any]
+
+
+def parted(model: str, evicts: bool) -> Parted:
+    """evicts: the states of a conversation leave, oldest first, and what hangs on the last one."""
+    core, first = engine(model), prompt("first", 200)
+    reply = core.ask(first, 70).tokens
+    core.settle()
+    if evicts:
+        core.tree.evict(EvictParams(num_tokens=0, mamba_num=1))
+    second = core.ask([*first, *prompt("another end", 50)], 16)
+    assert len(reply) == 70
+    core.settle()
+    return Parted(second, core.tree.stats())
+
+
+def aborted(model: str) -> dict[str, Any]:
+    """Requests are aborted at each point of their way, while their state comes back and after."""
+    core, first = engine(model, "--chunked-prefill-size", "64"), prompt("first", 300)
+    reply = core.ask(first, 24).tokens
+    for at in range(1, 14):
+        core.push_out()
+        rid = core.submit([*first, *reply, *prompt(at, 150)], 24)
+
+        def each_pass(number: int, rid: str = rid, at: int = at) -> None:
+            if number == at:
+                core.abort(rid)
+
+        core.run(each_pass=each_pass)
+        core.settle()
+    found = core.ask([*first, *reply, *prompt("more", 90)], 16)
+    return {"reply": found.tokens, "stats": core.tree.stats()}
+
+
+def stormy(model: str, seed: int, evicts: bool, *flags: str) -> tuple[list[list[int]], Any]:
+    """Random conversations, up to three requests at once, which begin anew, go on, or branch from
+    each other. evicts: and things leave the device between them. Returns all replies, and what was
+    counted."""
+    core, rng = engine(model, *flags), random.Random(seed)
+    talks: list[list[int]] = []
+    found: list[list[int]] = []
+
+    def leave() -> None:
+        tree = core.tree
+        ways: list[Callable[[], Any]] = [
+            core.evict,
+            lambda: tree.evict(EvictParams(num_tokens=rng_of_ways.randrange(1, 400))),
+            lambda: tree.evict(EvictParams(num_tokens=0, mamba_num=rng_of_ways.randrange(1, 5))),
+            core.tree.tiers.drain,
+        ]
+        rng_of_ways.choice(ways)()
+
+    rng_of_ways = random.Random(seed)
+    for _ in range(8):
+        asked = []
+        for _ in range(rng.randint(1, 3)):
+            before = list(rng.choice(talks)) if talks and rng.random() < 0.7 else []
+            if before and rng.random() < 0.4:
+                del before[rng.randrange(len(before)) :]
+            del before[300:]
+            own = [rng.randrange(3, 900) for _ in range(rng.randint(1, 150))]
+            asked.append(([*before, *own], rng.randint(1, 40)))
+        rids = [core.submit(tokens, new) for tokens, new in asked]
+        core.run()
+        for rid, (tokens, _) in zip(rids, asked, strict=True):
+            found.append(core.reply(rid).tokens)
+            talks.append([*tokens, *found[-1]])
+        if evicts:
+            for _ in range(rng_of_ways.randint(0, 2)):
+                leave()
+    if evicts:
+        core.settle()
+    return found, core.tree.stats() if evicts else {}
