@@ -9,6 +9,7 @@ import pytest
 from sglang_hc.forms import BLOCK_TOKENS, EndLayout, StateLayers, WindowLayers
 from sglang_hc.policy.ends import Stay
 from sglang_hc.policy.eviction import EvictionPolicy, make_policy
+from sglang_hc.policy.pins import SessionPins
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.ends import End, EndPart, Ends
@@ -27,7 +28,8 @@ class World:
         self.window = LookAhead()
         self.host: HostTier = host_tier(slots)
         self.ready: list[EndPart] = []
-        policy: EvictionPolicy[End] = make_policy("queue", self.window)
+        self.pins = SessionPins(64, 60.0)
+        policy: EvictionPolicy[End] = make_policy("queue", self.window, self.pins)
         next_use = self.window.next_use
         self.ends = Ends(layout, end_slots, self.host, policy, next_use)
         self.ends.on_ready = self.ready.append
@@ -185,6 +187,31 @@ def test_a_reply_that_its_conversation_has_left_makes_room_first() -> None:
     world.end("abyyt", Stay.PROMPT)
     world.end("abyyts")
     assert world.deepest("abyyt") == 5 and world.deepest("abyyts") == 6 and world.deepest("x") == 1
+
+
+def test_an_end_where_several_conversations_go_on_is_shared() -> None:
+    """The first one's prompt ended there, before what the others say otherwise."""
+    world = World(STATE, end_slots=6)
+    world.end("ab", Stay.PROMPT)
+    for word in ("abc", "abd", "abe", "abf", "abg", "abh", "abi"):
+        world.ends.used(world.path("ab")[-1])
+        world.end(word, Stay.PROMPT)
+    assert world.deepest("abz") == 2 and world.deepest("abd") == 2 and world.deepest("abe") == 3
+    assert len(world.ends) == 6, "two of the others have left, the oldest first"
+
+
+def test_a_reply_of_a_pinned_session_stays_when_another_request_leaves_it() -> None:
+    """It asks for another answer while a tool of the session runs."""
+    for pinned in (False, True):
+        world = World(STATE, end_slots=3)
+        world.end("ab", Stay.PROMPT)
+        world.end("abcd")
+        if pinned:
+            world.pins.pin(None, "session", path_of("abcd").block_ids, 9.0, 0.0)
+        world.end("abxy", Stay.PROMPT)
+        world.end("m")
+        world.end("n")
+        assert world.deepest("abcd") == (4 if pinned else 0)
 
 
 def test_first_prompts_stay_where_other_conversations_have_left_their_replies() -> None:

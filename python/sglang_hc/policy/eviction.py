@@ -152,6 +152,10 @@ class EvictionPolicy(ABC, Generic[B]):
         """Items of the order, stale ones included: at most a few times the blocks."""
         return len(self._order)
 
+    def is_pinned(self, block: B) -> bool:
+        """Whether a block must stay for now."""
+        return self._pinned is not None and self._pinned.is_pinned(block.block_id)
+
     def insert(self, block: B) -> None:
         """A block has come into the tier, below its parent."""
         self._ticks += 1
@@ -197,7 +201,7 @@ class EvictionPolicy(ABC, Generic[B]):
             while (entry := self._first()) is not None:
                 entry.stamp = 0  # takes it out of the order
                 block = entry.block
-                if self._pinned is not None and self._pinned.is_pinned(block.block_id):
+                if self.is_pinned(block):
                     self._aside.add(block.block_id)
                     continue
                 aside.append(entry)

@@ -54,7 +54,8 @@ class EndPart:
         self.ready = False
         self.pins = 0
         self.source = SourceTier.HOST
-        self.ends: set[End] = set()
+        self.ends: dict[End, None] = {}
+        """In the order in which they came, which is the same on all ranks."""
 
 
 class End:
@@ -194,13 +195,13 @@ class Ends:
         assert node.is_full and node.parent is not None
         known = self._ends.get(node)
         if known is not None:
-            known.stay = max(known.stay, stay)
+            self._worth(known, stay)
             self._policy.access([known])
             return []
         first, end = self._first(len(path)), End(node, stay)
         for one in path[first:]:
             if one.end is not None:
-                one.end.ends.add(end)  # stays while room is made for the others
+                one.end.ends[end] = None  # stays while room is made for the others
         fresh = {n: -1 for n in range(first, len(path)) if path[n].end is None}
         self._outlive(end)
         if not self._fill(fresh, staged or {}, is_protected, node):
@@ -211,7 +212,7 @@ class Ends:
         for number, slot in fresh.items():
             part = path[number].end = EndPart(path[number], slot)
             part.pins = 1
-            part.ends.add(end)
+            part.ends[end] = None
         end.parts = [one.end for one in path[first:] if one.end is not None]
         self._ends[node] = end
         self._policy.insert(end)
@@ -294,27 +295,36 @@ class Ends:
 
     def _outlive(self, end: End) -> None:
         """What is not worth its bytes any more when this becomes an end of its path: the one before
-        it; and, where the path leaves another one behind that, the ends of that one."""
+        it; and, where the path leaves another one behind that, the ends of that one. Where several
+        paths go on, they are not of one conversation."""
         below, above = end.node, end.node.parent
         while above is not None and above not in self._ends:
             below, above = above, above.parent
+        left = [child for child in (above.children if above else None) or () if child is not below]
         before = None if above is None else self._ends[above]
-        if above is None or before is None or before.stay is Stay.SHARED:
+        if before is not None and len(left) > 1:
+            self._worth(before, Stay.SHARED)
+        if before is None or before.stay is Stay.SHARED:
             if end.stay is Stay.PROMPT and self._leaving:
                 end.stay = Stay.LASTING  # the first prompt of a conversation, as others are
             return
-        left = [child for child in above.children or () if child is not below]
         if end.stay is Stay.PROMPT:
             self._leaving = LEAVING if left else max(0, self._leaving - 1)
             if left:
                 end.stay = Stay.LASTING
         if before.stay < Stay.LASTING or end.stay >= Stay.LASTING:
             self._outlived[before] = end.node
-        for child in left:
-            for node in child.branch():
-                found = self._ends.get(node)
-                if found is not None and found.stay is not Stay.SHARED:
-                    self._outlived[found] = None
+        while len(left) == 1:  # where it branches it is not of one conversation either
+            found = self._ends.get(left[0])
+            if found is not None:
+                self._outlived[found] = None
+            left = left[0].children or []
+
+    def _worth(self, end: End, stay: Stay) -> None:
+        """An end is worth its bytes so long at least."""
+        end.stay = max(end.stay, stay)
+        if end.stay is Stay.SHARED:
+            self._outlived.pop(end, None)
 
     def _evict(
         self, is_protected: IsProtected[End] | None, coming: BlockNode | None = None
@@ -345,8 +355,10 @@ class Ends:
     def _may_leave(self, end: End, later: BlockNode | None) -> bool:
         """Whether nobody waits to continue behind this end who could not do so further on."""
         use = self._next_use(end.block_id)
-        if use is None or later is None:
-            return use is None
+        if later is None:
+            return use is None and not self._policy.is_pinned(end)
+        if use is None:
+            return True
         later_use = self._next_use(later.block_id)
         return later_use is not None and later_use <= use
 
@@ -369,7 +381,7 @@ class Ends:
 
     def _leave(self, part: EndPart, end: End) -> None:
         """An end needs a part no more. A part that no end needs leaves its block."""
-        part.ends.remove(end)
+        del part.ends[end]
         if part.ends:
             return
         part.node.end = None
