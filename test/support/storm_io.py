@@ -206,10 +206,10 @@ class StormRanks(Ranks):
 
 def use(weather: Weather) -> None:
     """The engine that this process builds is in this weather."""
-    from sglang_hc.srt.start import build
+    from sglang_hc.srt.start import build, stores
 
     open_with(weather.faults, weather.wall)
-    threads, executor = build.DiskThreads, build.ThreadExecutor
-    build.DiskThreads = lambda *args, **given: LateDisk(threads(*args, **given), weather)
+    threads, executor = stores.DiskThreads, build.ThreadExecutor
+    stores.DiskThreads = lambda *args, **given: LateDisk(threads(*args, **given), weather)
     build.ThreadExecutor = lambda *args: LateExecutor(executor(*args), weather)
     build.ranks_of = lambda group: StormRanks(weather)
