@@ -48,8 +48,9 @@ class ThrottledCopyStream(HostCopyStream):
         self._free = 0.0
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        begin = max(self._free, self.clock())  # the bytes pass while the CPU copies them
         super().copy(target, source)
-        self._free = max(self._free, self.clock()) + source.numel() / self.bytes_per_s
+        self._free = begin + source.numel() / self.bytes_per_s
 
     def record(self) -> Event:
         return BucketEvent(self, self._free)

@@ -25,6 +25,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -132,17 +133,18 @@ def measure_passes(engine: Linked, prompt: Sequence[int], rounds: int) -> dict[s
 def over_the_slower(found: dict[str, Any], arm: str) -> float:
     """A pass over the longer of link and compute, as the latter was in the same turn: the median.
     """
-    return median(
+    ratios: list[float] = [
         seconds / max(found["link"], computed)
         for passes, computing in zip(found[arm], found["compute"], strict=True)
         for seconds, computed in zip(passes, computing, strict=True)
-    )
+    ]
+    return median(ratios)
 
 
 def passes_table(found: dict[str, Any]) -> Table:
     rows = []
     for name, one in found.items():
-        seconds = {arm: median(sum(one[arm], [])) for arm in ("compute", "ahead", "in line")}
+        seconds = {arm: median(chain.from_iterable(one[arm])) for arm in ("compute", "ahead", "in line")}
         rows.append((
             name,
             *(f"{1e3 * each:.0f}" for each in (one["link"], *seconds.values())),
