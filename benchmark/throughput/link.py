@@ -131,8 +131,7 @@ def measure_passes(engine: Linked, prompt: Sequence[int], rounds: int) -> dict[s
 
 
 def over_the_slower(found: dict[str, Any], arm: str) -> float:
-    """A pass over the longer of link and compute, as the latter was in the same turn: the median.
-    """
+    """A pass over the longer of link and compute, as the latter was in the same turn: the median."""
     ratios: list[float] = [
         seconds / max(found["link"], computed)
         for passes, computing in zip(found[arm], found["compute"], strict=True)
@@ -144,11 +143,12 @@ def over_the_slower(found: dict[str, Any], arm: str) -> float:
 def passes_table(found: dict[str, Any]) -> Table:
     rows = []
     for name, one in found.items():
-        seconds = {arm: median(chain.from_iterable(one[arm])) for arm in ("compute", "ahead", "in line")}
+        arms = ("compute", "ahead", "in line")
+        seconds = [median(chain.from_iterable(one[arm])) for arm in arms]
         rows.append((
             name,
-            *(f"{1e3 * each:.0f}" for each in (one["link"], *seconds.values())),
-            *(f"{over_the_slower(one, arm):.2f}" for arm in ("ahead", "in line")),
+            *(f"{1e3 * each:.0f}" for each in (one["link"], *seconds)),
+            *(f"{over_the_slower(one, arm):.2f}" for arm in arms[1:]),
         ))  # fmt: skip
     columns = (
         *("link", "link, ms", "compute, ms", "pass, copied ahead, ms", "pass, in line, ms"),
