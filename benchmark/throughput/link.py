@@ -131,7 +131,7 @@ def measure_passes(engine: Linked, prompt: Sequence[int], rounds: int) -> dict[s
 
 
 def over_the_slower(found: dict[str, Any], arm: str) -> float:
-    """A pass over the longer of link and compute, as the latter was in the same turn: the median."""
+    """Median of passes over the longer of link and compute, as the latter was in the same turn."""
     ratios: list[float] = [
         seconds / max(found["link"], computed)
         for passes, computing in zip(found[arm], found["compute"], strict=True)
@@ -203,6 +203,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here, too")
     args = parser.parse_args(words)
+    about = machine.about("throughput-link")
     rng = random.Random(1)
     with torch.no_grad():
         engine = Linked(args.model, args.chunk, args.history + 4 * args.chunk)
@@ -216,7 +217,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(table.markdown(), end="\n\n")
     if args.json:
         result = {
-            **machine.about("throughput-link"),
+            **about,
             "tables": {one.title: {"columns": one.head, "rows": one.rows} for one in tables},
             "passes": passes,
             "returning": returning,

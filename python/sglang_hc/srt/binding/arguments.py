@@ -18,6 +18,7 @@ from sglang.srt.arg_groups.overrides import (
     resolution_result,
     resolving_view,
 )
+from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, Phase, with_phase
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
@@ -266,6 +267,12 @@ def served_name(args: Any) -> str:
 def model_config(args: Any) -> Any:
     """SGLang's `ModelConfig` of the model that they name."""
     return model_config_of(args)
+
+
+def has_latent_attention(args: Any) -> bool:
+    """Whether the layers keep one compressed row for K and V."""
+    found: bool = model_config_of(args).attention_arch == AttentionArch.MLA
+    return found
 
 
 def api_keys(args: Any) -> tuple[str | None, str | None]:
