@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from sglang_hc.errors import ConfigError
+from sglang_hc.policy.rounds import Surplus
 
 AUTO = "auto"
 """A specification that leaves all to the plan."""
@@ -24,7 +25,8 @@ SPEC = "act:SHARE,rounds:N,device-act-gb:X,host-gb:Y,device-gb:Z"
 class ThroughputSpec:
     """What a user forces; None is left to the plan. Sizes in GiB.
 
-    act: share of tokens that are kept as hidden states, 0 to 1. rounds: most in a pass, 1 or more.
+    act: share of tokens that are kept as hidden states, 0 to 1. rounds: in so many the requests of
+    a full server attend, 1 or more.
     device_act_gb: hidden states that never leave the device. host_gb: host memory for state.
     device_gb: device memory for state: hidden states that stay, and the places for what crosses.
     """
@@ -58,19 +60,25 @@ class ThroughputSpec:
         return ",".join(parts) or AUTO
 
 
+UNMEASURED = Surplus(1.0, -1.0)
+
+
 @dataclass(frozen=True)
 class Streaming:
     """What is settled when a server starts.
 
     tokens: slots, each with a row in every layer; the first `act_tokens` of them are hidden states,
     and the first `device_act` of these have their row on the device, all others in host memory.
-    rows: of each of the two places on the device: as many tokens as attend in one round.
+    rows: of each of the two places on the device: as many tokens as attend in one round. balance:
+    by what requests are packed into rounds; unmeasured, K and V cost the link as much as hidden
+    states cost the device.
     """
 
     tokens: int
     act_tokens: int
     device_act: int
     rows: int
+    balance: Surplus = UNMEASURED
 
     def __post_init__(self) -> None:
         if not 0 <= self.device_act <= self.act_tokens <= self.tokens or self.rows < 1:

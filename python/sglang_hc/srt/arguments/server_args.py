@@ -185,7 +185,10 @@ def _begin(args: Any, config: HcConfig) -> None:
                 "--hc-schedule ready-first and --enable-priority-scheduling both put the "
                 "waiting queue in order; leave one of them out"
             )
-        hicache_flags.take_its_place(args)
+        if config.throughput is None:
+            hicache_flags.take_its_place(args)
+        else:
+            offload_flags.stream_state(args)
         envs.SGLANG_HTTP_SERVER_APP_PATH.set(WORKER_APP)
     if not torch.cuda.is_available():
         cpu.check_speculation(args)

@@ -179,6 +179,11 @@ def pool_tokens(args: Any) -> int | None:
     return found
 
 
+def set_pool_tokens(args: Any, tokens: int) -> None:
+    """Let the KV pool have at most so many. Before it is made; this process serves with `args`."""
+    get_context().override(SOURCE, max_total_tokens=tokens)
+
+
 def quantization(args: Any) -> str | None:
     """How the weights are quantised."""
     return _now(args, "quantization")
