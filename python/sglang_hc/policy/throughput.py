@@ -75,14 +75,15 @@ class Served:
 class Ways:
     """What one model on one machine can do for requests, without and with a CPU that computes.
 
-    most_resident: at most so many layers are on the device where state crosses; None for any
-    number.
+    most_resident: at most so many layers are on the device where state crosses. most: running
+    requests at most. None for any number.
     """
 
     model: StreamedModel
     requests: Requests
     cpu: Processor
     most_resident: int | None = None
+    most: int | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -99,13 +100,30 @@ class Ways:
 
     def best(self, way: str) -> Served | None:
         """A way with the batch that generates most; None when not even one request fits."""
-        return _best(partial(self.serve, way))
+        return self._best(partial(self.serve, way))
 
     def best_stream(
         self, act: float | None = None, rounds: Sequence[int] = ROUNDS
     ) -> Served | None:
-        """State crosses, with the batch that generates most; see `stream`."""
-        return _best(lambda batch: self.stream(batch, act, rounds))
+        """State crosses, with the batch that generates most; see `stream`. Fewer requests than
+        rounds have one each."""
+        return self._best(
+            lambda batch: self.stream(batch, act, sorted({min(one, batch) for one in rounds}))
+        )
+
+    def best_cpu(self) -> int:
+        """The batch with which a CPU that computes the rest generates most; see `cpu_seconds`."""
+        return best_batch(lambda batch: math.inf if self._many(batch) else self.cpu_seconds(batch))
+
+    def _best(self, serve: Callable[[int], Served | None]) -> Served | None:
+        def seconds(batch: int) -> float:
+            served = None if self._many(batch) else serve(batch)
+            return math.inf if served is None else served.seconds
+
+        return serve(best_batch(seconds))
+
+    def _many(self, batch: int) -> bool:
+        return self.most is not None and batch > self.most
 
     def cpu_seconds(self, batch: int) -> float:
         """A pass in which a CPU computes the layers that do not fit; infinite when host memory does
@@ -172,14 +190,6 @@ class Ways:
                 times = self.model.times(load, split, number)
                 found.append(Served(way, load, split, number, times))
         return min(found, key=lambda one: (one.seconds, one.rounds), default=None)
-
-
-def _best(serve: Callable[[int], Served | None]) -> Served | None:
-    def seconds(batch: int) -> float:
-        served = serve(batch)
-        return math.inf if served is None else served.seconds
-
-    return serve(best_batch(seconds))
 
 
 def best_batch(seconds: Callable[[int], float]) -> int:

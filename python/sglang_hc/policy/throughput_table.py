@@ -11,7 +11,6 @@ from sglang_hc.policy.throughput import (
     CPU_TFLOPS,
     Served,
     Ways,
-    best_batch,
 )
 
 SAME = 0.99
@@ -55,7 +54,7 @@ def compare(ways: Ways) -> Comparison | None:
     if not rates:
         return None
     fastest = next(way for way, rate in rates.items() if rate >= SAME * max(rates.values()))
-    batch = best_batch(ways.cpu_seconds)
+    batch = ways.best_cpu()
     found = served[fastest]
     assert found is not None
     below = ways.cpu_faster_below(max(batch, found.load.requests))

@@ -3,20 +3,21 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from sglang_hc.config import ConfigError, HcConfig, flag_of
 from sglang_hc.srt.binding import arguments
 from sglang_hc.srt.binding.arguments import asked, choose
 
-logger = logging.getLogger(__name__)
+NO_TIERS = "there are no tiers beside it: state in host memory is the cache"
 
-OURS = {
-    "disk": "state that streams is not kept below host memory",
-    "remote": "state that streams is not kept below host memory",
-    "forms": "each slot has its form: give act:SHARE in the specification",
-}
+OURS = dict.fromkeys(
+    (
+        *("host_size_gb", "disk", "remote", "eviction", "prefetch", "restore", "ttl"),
+        *("schedule", "audit", "trace"),
+    ),
+    NO_TIERS,
+) | {"forms": "each slot has its form: give act:SHARE in the specification"}
 """Options of ours that are refused beside it when they differ from their defaults, and why."""
 
 SIZES = {
@@ -37,8 +38,6 @@ def begin(args: Any, config: HcConfig) -> None:
     refuse_modes(args, config)
     if all(asked(args, name) is None for name in ATTENTION):
         choose(args, "attention_backend", BACKENDS[0])
-    choose(args, "disable_overlap_schedule", True)
-    logger.info("sglang-hc: --hc-throughput: overlap scheduling is off: a pass ends with its rows")
 
 
 def refuse_modes(args: Any, config: HcConfig) -> None:
@@ -46,6 +45,8 @@ def refuse_modes(args: Any, config: HcConfig) -> None:
     for name in config.changed():
         if name in OURS:
             raise _refusal(flag_of(name), OURS[name])
+    if config.overflow == "reembed":
+        raise _refusal("--hc-overflow reembed", NO_TIERS)
     for name, why in SIZES.items():
         if asked(args, name) > 1:
             raise _refusal(f"{_flag(name)} above 1", why)

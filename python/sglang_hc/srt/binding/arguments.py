@@ -179,6 +179,12 @@ def pool_tokens(args: Any) -> int | None:
     return found
 
 
+def most_running(args: Any) -> int | None:
+    """Requests that may run at once; None where the user does not say."""
+    found: int | None = args.max_running_requests
+    return found
+
+
 def set_pool_tokens(args: Any, tokens: int) -> None:
     """Let the KV pool have at most so many. Before it is made; this process serves with `args`."""
     get_context().override(SOURCE, max_total_tokens=tokens)

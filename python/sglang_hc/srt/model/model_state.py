@@ -32,6 +32,7 @@ from sglang_hc.srt.model.offload_costs import grow_chunk, with_weights
 from sglang_hc.srt.model.recompute import Pieces, not_exact, recompute_excluded
 from sglang_hc.srt.model.scratch_layer import model_shape
 from sglang_hc.srt.model.streamed import begin_streaming
+from sglang_hc.srt.model.throughput_plan import settle_streaming
 from sglang_hc.srt.ranks.start_group import StartGroup
 
 logger = logging.getLogger(__name__)
@@ -115,7 +116,8 @@ def after_load_model(result: Any, self: Any) -> None:
     cost = calibrate.cost_model(self, config, layers, reason is None, group)
     cost = with_weights(self, cost, weights, group)
     if config.throughput is not None:
-        begin_streaming(self, config, layers if reason is None else None)
+        streams = settle_streaming(self, config, cost, weights, reason)
+        begin_streaming(self, streams, layers if reason is None else None)
         return
     held = families.held_layers(self.model, self.model_config.num_hidden_layers)
     stages = group.each(len(held))[:: parallel.tp_size()]
