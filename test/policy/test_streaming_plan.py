@@ -152,7 +152,7 @@ def auto(here: Setting) -> list[str]:
     plan, found = settle(here, ThroughputSpec()), comparison(here)
     assert found is not None
     refuse_slower(here, plan, found)
-    return lines(here, found)
+    return lines(here, plan, found)
 
 
 def test_where_streaming_is_fastest_it_is_served_and_said() -> None:
@@ -163,6 +163,23 @@ def test_where_streaming_is_fastest_it_is_served_and_said() -> None:
     ]  # fmt: skip
     assert "fastest without the CPU: hybrid" in said
     assert not any("kt-weight-path" in line for line in said)
+
+
+def test_more_layers_on_the_device_are_recommended_where_they_help() -> None:
+    """All of them cross here, and there would be room for some."""
+    model = dataclasses.replace(paper_model("30B"), host=64e9, device=40e9)
+    plan = settle(setting(model), ThroughputSpec())
+    (better,) = [line for line in auto(setting(model)) if line.startswith("with --hc-offload-gb")]
+    size = float(better.split()[2])
+    wanted = dataclasses.replace(model, weights=size * GIB / model.layers)
+    wanted = dataclasses.replace(wanted, load_w=wanted.weights / 25e9)
+    resident = model.layers * (model.weights - wanted.weights)
+    wanted = dataclasses.replace(
+        wanted, device=40e9 - resident - 2 * (model.weights - wanted.weights)
+    )
+    found = settle(setting(wanted, whole=model), ThroughputSpec()).served.tokens_per_second
+    assert found > 1.1 * plan.served.tokens_per_second
+    assert f"at {found:.3g} tokens/s" in better
 
 
 def test_of_experts_the_other_way_is_said() -> None:

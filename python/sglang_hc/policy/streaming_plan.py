@@ -13,7 +13,7 @@ from sglang_hc.memory import GIB
 from sglang_hc.policy.rounds import surplus
 from sglang_hc.policy.streamed_pass import PLACES, StreamedModel
 from sglang_hc.policy.streaming import UNMEASURED, Streaming, ThroughputSpec
-from sglang_hc.policy.throughput import ROUNDS, Processor, Requests, Served, Ways
+from sglang_hc.policy.throughput import ACT_SHARES, ROUNDS, Processor, Requests, Served, Ways
 from sglang_hc.policy.throughput_table import SAME, Comparison, compare, conclusion, table
 
 
@@ -102,9 +102,28 @@ def refuse_slower(setting: Setting, plan: StreamingPlan, found: Comparison) -> N
             f"--hc-throughput auto: the weights fit ({weights:.1f} of {whole.device / GIB:.1f} GiB)"
             f"; SGLang alone is {rates}; leave the flag out"
         )
+    better = _better_offload(setting, plan, found)
+    remedy = "leave the flag out" if better is None else f"{better}: give that"
     raise ConfigError(
         "--hc-throughput auto: weights that are copied ahead of their layer, with state on the "
-        f"device (--hc-offload-gb alone), are {rates}; leave the flag out"
+        f"device (--hc-offload-gb alone), are {rates}; {remedy}"
+    )
+
+
+def _better_offload(setting: Setting, plan: StreamingPlan, found: Comparison) -> str | None:
+    """With how much of the weights in host memory streaming is fastest of all; None where it is
+    not, or as they lie."""
+    streams = [served for way in ACT_SHARES if (served := found.served.get(way)) is not None]
+    best = max(streams, key=lambda served: served.tokens_per_second, default=None)
+    others = [plan.served, found.served["ahead"]]
+    fastest = max(one.tokens_per_second for one in others if one is not None)
+    if best is None or SAME * best.tokens_per_second <= fastest:
+        return None
+    whole = setting.whole
+    crossing = (whole.layers - best.split.resident) * whole.weights / GIB
+    return (
+        f"with --hc-offload-gb {crossing:.4g} streaming is modelled at "
+        f"{best.tokens_per_second:.3g} tokens/s"
     )
 
 
@@ -113,7 +132,7 @@ def comparison(setting: Setting) -> Comparison | None:
     return compare(setting.all_ways)
 
 
-def lines(setting: Setting, found: Comparison | None) -> list[str]:
+def lines(setting: Setting, plan: StreamingPlan, found: Comparison | None) -> list[str]:
     """For a log: the ways side by side, and what else could be done."""
     requests, model = setting.requests, setting.whole
     said = [
@@ -123,6 +142,9 @@ def lines(setting: Setting, found: Comparison | None) -> list[str]:
     if found is None:
         return [*said, "no way fits"]
     said += [*table(found), *conclusion(found)]
+    better = _better_offload(setting, plan, found)
+    if better is not None:
+        said.append(better)
     if model.active < 1:
         said.append(
             "experts could be computed on the CPU (SGLang's --kt-weight-path), in place of "

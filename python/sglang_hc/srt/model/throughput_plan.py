@@ -74,7 +74,7 @@ def settle_streaming(
     setting = _setting(runner, spec, cost, weights, no_hidden)
     plan = settle(setting, spec)
     found = comparison(setting)
-    for line in lines(setting, found):
+    for line in lines(setting, plan, found):
         logger.info("sglang-hc: --hc-throughput: %s", line)
     if spec == ThroughputSpec() and found is not None:
         refuse_slower(setting, plan, found)
