@@ -122,7 +122,7 @@ class Units:
         self._in.before_compute(self._arrived[index])
         kept, _ = self._indices[number]
         if len(kept):
-            select(self._kept[layer], kept, self._places[index].hidden[: len(kept)])
+            self._join(self._places[index].hidden[: len(kept)], self._kept[layer], kept)
         return index
 
     def leave(self, layer: int, number: int, hidden: torch.Tensor | None) -> None:
@@ -131,7 +131,9 @@ class Units:
         unit = layer * len(self._rounds) + number
         index, rows = unit % PLACES, self._rounds[number]
         if hidden is not None:
-            self._keep(layer, number, index, hidden)
+            first, (_, to_keep) = rows.old.act, self._indices[number]
+            new = self._places[index].hidden[first : first + len(hidden)]
+            self._keep(new, self._kept[layer], to_keep, hidden)
         self._out.after(self._out.computed())
         self._send_home(layer, rows, self._places[index])
         self._emptied[index] = self._home[layer] = self._out.record()
@@ -151,12 +153,18 @@ class Units:
             self.passed.timed += 1
             self._timing = None
 
-    def _keep(self, layer: int, number: int, index: int, hidden: torch.Tensor) -> None:
-        rows, (_, to_keep) = self._rounds[number], self._indices[number]
-        first = rows.old.act
-        self._places[index].hidden[first : first + len(hidden)].copy_(hidden)
-        if len(to_keep):
-            scatter(self._kept[layer], to_keep, hidden[: len(to_keep)])
+    def _join(self, into: torch.Tensor, kept: torch.Tensor, rows: torch.Tensor) -> None:
+        """Compute work: a round's hidden states that never left come into its place."""
+        select(kept, rows, into)
+
+    def _keep(
+        self, into: torch.Tensor, kept: torch.Tensor, rows: torch.Tensor, hidden: torch.Tensor
+    ) -> None:
+        """Compute work: new hidden states come into the place, and the first ones of them, which
+        never leave, into their rows."""
+        into.copy_(hidden)
+        if len(rows):
+            scatter(kept, rows, hidden[: len(rows)])
 
     def _fill(self, unit: int) -> None:
         """Have the rows of a unit come, if the pass has it."""
@@ -164,21 +172,24 @@ class Units:
         if layer >= self._mirror.layers:
             return
         index, rows = unit % PLACES, self._rounds[number]
-        place, stream = self._places[index], self._in
-        stream.after(stream.computed())
-        stream.after(self._emptied[index])
-        stream.after(self._home[layer])
+        self._in.after(self._in.computed())
+        self._in.after(self._emptied[index])
+        self._in.after(self._home[layer])
+        self._bring(layer, rows, self._places[index])
+        self._arrived[index] = self._in.record()
+        if not layer:
+            rows_before = self.passed.rows
+            self.passed.rows = Kinds(*map(sum, zip(rows_before, rows.old, strict=True)))
+
+    def _bring(self, layer: int, rows: RoundRows, place: Place) -> None:
         passed, mirror = self.passed, self._mirror
         if rows.old.host_act:
-            _copy(stream, place.hidden, mirror.hidden[layer], rows.hidden_in, False)
+            _copy(self._in, place.hidden, mirror.hidden[layer], rows.hidden_in, False)
             passed.act_in += rows.old.host_act * place.hidden.shape[1]
         if rows.old.kv:
             for target, source in zip(place.parts, mirror.parts, strict=True):
-                _copy(stream, target, source[layer], rows.kv_in, False)
+                _copy(self._in, target, source[layer], rows.kv_in, False)
                 passed.kv_in += rows.old.kv * target.shape[1]
-        self._arrived[index] = stream.record()
-        if not layer:
-            passed.rows = Kinds(*map(sum, zip(passed.rows, rows.old, strict=True)))
 
     def _send_home(self, layer: int, rows: RoundRows, place: Place) -> None:
         passed, mirror = self.passed, self._mirror
