@@ -46,6 +46,7 @@ class ThrottledCopyStream(HostCopyStream):
         self.clock = clock
         self.sleep = sleep
         self._free = 0.0
+        self._opposite: ThrottledCopyStream | None = None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         begin = max(self._free, self.clock())  # the bytes pass while the CPU copies them
@@ -57,3 +58,10 @@ class ThrottledCopyStream(HostCopyStream):
 
     def before_compute(self, event: Event) -> None:
         event.wait()
+
+    def opposite(self) -> ThrottledCopyStream:
+        """The other direction is as fast, and free."""
+        if self._opposite is None:
+            self._opposite = ThrottledCopyStream(self.bytes_per_s, self.clock, self.sleep)
+            self._opposite._opposite = self
+        return self._opposite
