@@ -118,6 +118,7 @@ def after_load_model(result: Any, self: Any) -> None:
     if config.throughput is not None:
         streams = settle_streaming(self, config, cost, weights, reason)
         begin_streaming(self, streams, layers if reason is None else None)
+        grow_chunk(self, cost, LayerPlan(0, 0, streams.model.layers), group)  # nothing is taken
         return
     held = families.held_layers(self.model, self.model_config.num_hidden_layers)
     stages = group.each(len(held))[:: parallel.tp_size()]
