@@ -49,6 +49,8 @@ from sglang_hc.policy.streamed_pass import Load, StreamedModel
 
 ELEVEN = ",".join(f"{tenth / 10:g}" for tenth in range(11))
 OFFLOAD, PLANNED = "offload", "planned"
+HALF = "0.5"
+"""The share of the engine that measures the costs."""
 
 CPU_MODEL = ("demo", "--load-format dummy --json-model-override-args '{\"num_hidden_layers\": 4}'")
 """A folder of models/, and flags that make it short enough."""
@@ -178,7 +180,7 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--shape", choices=SHAPES, help="with dummy weights (default: the demo's)")
     parser.add_argument("--shares", default=ELEVEN)
-    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--prompt", type=int, default=384)
     parser.add_argument("--new", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=1, help="engines of each share, in turns")
@@ -206,7 +208,7 @@ def main(words: Sequence[str] | None = None) -> int:
         args.shape = args.shape or "llama-2-13b"
         model = str(make_shape(args.shape, args.models).resolve())
         flags = f"--load-format dummy --dtype float32 {rehearsal(args.shape)}"
-        args.shares, args.requests, args.prompt, args.new = "1", 2, 48, 8
+        args.shares, args.requests, args.prompt, args.new = HALF, 2, 48, 8
     case = {
         "model": model, "requests": args.requests, "prompt": args.prompt, "new": args.new,
         "bytes_per_s": args.link_gbps and 1e9 * args.link_gbps,
@@ -215,17 +217,21 @@ def main(words: Sequence[str] | None = None) -> int:
     load = Load(args.requests, args.requests * (args.prompt + args.new / 2), args.requests)
     file = CellFile(args.cells, "throughput")
     name = f"throughput/{'tiny ' if args.rehearse else ''}{args.shape or model}"
-    asked = run(file, f"{name}/costs", {**case, "arm": "0.5"})
+    asked = run(file, f"{name}/costs", {**case, "arm": HALF})
     if asked is None:
         return 1
     share = planned_share(StreamedModel(**asked["model"]), load)
-    arms = {**{one: one for one in args.shares.split(",")}, PLANNED: str(share)}
+    arms = {one: one for one in args.shares.split(",")} | {PLANNED: str(share)}
     if args.link_gbps is None:
         arms[OFFLOAD] = OFFLOAD
     found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
+    if HALF in found:
+        found[HALF].append(asked)
     good = True
     for number in range(args.rounds):
         for arm, spec in arms.items():
+            if len(found[arm]) > number:
+                continue
             costs = arm == OFFLOAD
             one = run(file, f"{name}/{arm}/{number}", {**case, "arm": spec, "costs": costs})
             good &= one is not None
