@@ -199,6 +199,16 @@ def test_a_planted_mistake_is_found(mistake: type[SpoiledUnits], rows: int) -> N
     assert any(Machine(streaming, 4, seed, mistake).run(12) for seed in range(40))
 
 
+def test_a_layer_that_is_left_out_ends_the_pass() -> None:
+    """Its rows are in a place, and another layer's are not."""
+    machine = Machine(Streaming(20, 10, 0, 20), 3, 0)
+    machine.units.begin(rounds_of([np.arange(1, 9)], [8], machine.streaming))
+    machine.units.enter(0, 0)
+    machine.units.leave(0, 0, None)
+    with pytest.raises(RuntimeError, match="round 0 of layer 2 is not what comes next"):
+        machine.units.enter(2, 0)
+
+
 def test_what_passed_is_counted() -> None:
     streaming = Streaming(100, 40, 10, 100)
     copies = SimulatedCopyStream(device := StreamDevice(0))

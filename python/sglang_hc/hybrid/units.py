@@ -98,6 +98,8 @@ class Units:
         """By place: what its last unit sent home is there."""
         self._home: list[Event] = [none] * mirror.layers
         """By layer: all that was sent is there."""
+        self._next = 0
+        """The unit that is to be entered."""
         self._begun: Any = None
         self._timing: tuple[Any, Any] | None = None
         self.passed = Passed()
@@ -111,14 +113,18 @@ class Units:
             (torch.from_numpy(one.kept).to(device), torch.from_numpy(one.to_keep).to(device))
             for one in rounds
         ]
+        self._next = 0
         self._begun = self._timer.compute()
         for unit in range(PLACES):
             self._fill(unit)
 
     def enter(self, layer: int, number: int) -> int:
         """Round `number` is to compute in `layer`; returns its place. Units of a pass come in their
-        order: all rounds of a layer, then the next layer."""
-        index = (layer * len(self._rounds) + number) % PLACES
+        order, all rounds of a layer, then the next layer: RuntimeError for another one."""
+        unit = self._unit(layer, number)
+        if unit != self._next:
+            raise RuntimeError(f"round {number} of layer {layer} is not what comes next")
+        self._next, index = unit + 1, unit % PLACES
         self._in.before_compute(self._arrived[index])
         kept, _ = self._indices[number]
         if len(kept):
@@ -128,7 +134,7 @@ class Units:
     def leave(self, layer: int, number: int, hidden: torch.Tensor | None) -> None:
         """All work of a unit was submitted. hidden: (n, hidden bytes) uint8, of those of its new
         tokens that become hidden states, in the order of `RoundRows.act_tokens`; None for none."""
-        unit = layer * len(self._rounds) + number
+        unit = self._unit(layer, number)
         index, rows = unit % PLACES, self._rounds[number]
         if hidden is not None:
             first, (_, to_keep) = rows.old.act, self._indices[number]
@@ -152,6 +158,10 @@ class Units:
             self.passed.seconds += seconds
             self.passed.timed += 1
             self._timing = None
+
+    def _unit(self, layer: int, number: int) -> int:
+        """Its number in the pass."""
+        return layer * len(self._rounds) + number
 
     def _join(self, into: torch.Tensor, kept: torch.Tensor, rows: torch.Tensor) -> None:
         """Compute work: a round's hidden states that never left come into its place."""

@@ -30,12 +30,23 @@ logger = logging.getLogger(__name__)
 ANY_NUMBER = 1 << 60
 """Bytes of a KV pool that has any number of slots."""
 
+NOT_PLAIN = (
+    "--hc-throughput: this model keeps more than K and V of each token, or not in a plain KV pool "
+    "(latent attention, sliding windows with a pool of their own, recurrent layers, types of 4 "
+    "bits or in blocks); leave the flag out"
+)
+
+LESS = "give --hc-throughput a smaller host-gb, or a smaller --max-total-tokens"
+
 
 def available_bytes(original: Callable[..., int], self: Any, pre_model_load_memory: int) -> int:
     """AROUND KVCacheConfigurator._profile_available_bytes: the device does not bound the slots;
-    what was settled at load does, as the number of tokens that a user gives."""
+    what was settled at load does, as the number of tokens that a user gives. Raises ConfigError for
+    a model whose state is not in a plain pool."""
     if streamed_of(self.model) is None:
         return original(self, pre_model_load_memory)
+    if self.is_hybrid_swa or self.use_mla_backend or self.mambaish_config is not None:
+        raise ConfigError(NOT_PLAIN)
     return ANY_NUMBER
 
 
@@ -58,11 +69,13 @@ def build_pool(
 
 
 def build_allocator(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
-    """AROUND KVCacheConfigurator._build_token_to_kv_pool_allocator."""
+    """AROUND KVCacheConfigurator._build_token_to_kv_pool_allocator. Raises ConfigError."""
     streamed = streamed_of(self.model)
     if streamed is None:
         return original(self, **kwargs)
     pool = kwargs["token_to_kv_pool"]
+    if not isinstance(pool, SlotsOnly):
+        raise ConfigError(NOT_PLAIN)
     return TwoKindsAllocator(streamed.streaming, pool.dtype, self.device, pool)
 
 
@@ -127,12 +140,13 @@ def _attention(
     row_bytes = width * dtype.itemsize
     try:
         mirror = Mirror(streaming, pool.layer_num, row_bytes, parts)
+        inward.pin(mirror.memory)
     except OSError as error:
         raise ConfigError(
-            f"--hc-throughput: host memory for {streaming.tokens} tokens: {error}; give a smaller "
-            "host-gb, or a smaller --max-total-tokens"
+            f"--hc-throughput: host memory for {streaming.tokens} tokens: {error}; {LESS}"
         ) from None
-    inward.pin(mirror.memory)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("lower --hc-host-size-gb", LESS)) from None
     logger.info("sglang-hc: --hc-throughput: %.2f GiB of host memory", mirror.bytes / GIB)
     rows = min(streaming.rows, streaming.act_tokens)
     hidden = [torch.empty((rows, width), dtype=dtype, device=device) for _ in range(PLACES)]
