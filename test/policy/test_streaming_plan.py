@@ -98,7 +98,8 @@ def test_what_is_settled_fits_and_is_what_was_forced(
     if spec.act is not None:
         assert found.act == pytest.approx(spec.act, abs=1 / found.tokens)
     if spec.rounds is not None:
-        assert found.tokens <= found.rows * spec.rounds or found.rows >= found.tokens
+        wanted = math.ceil(found.tokens / spec.rounds)
+        assert found.rows == max(wanted, min(longest, found.tokens))
     if spec.device_act_gb is not None:
         most = int(spec.device_act_gb * GIB / model.layers / model.act)
         assert found.device_act == min(most, found.act_tokens)

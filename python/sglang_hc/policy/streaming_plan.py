@@ -193,8 +193,10 @@ def _slots(
     if tokens < 1:
         raise _nothing_fits(setting)
     act_tokens = round(share * tokens)
-    planned = tokens if spec.rounds is not None else served.load.tokens
-    rows = max(math.ceil(planned / served.rounds), min(setting.longest, tokens))
+    of_round = served.load.tokens / served.rounds
+    if spec.rounds is not None:
+        of_round = tokens / spec.rounds
+    rows = max(math.ceil(of_round), min(setting.longest, tokens))
     return Streaming(tokens, act_tokens, min(kept, act_tokens), rows)
 
 
