@@ -23,12 +23,13 @@ STREAMED = "_hc_streamed"
 @dataclass(frozen=True)
 class Streamed:
     """shape: of one layer's state. layers: adapters of the model's layers, None where nothing is
-    kept as hidden states. plan: what was expected."""
+    kept as hidden states. plan: what is expected of
+    its passes; None where nothing was."""
 
     streaming: Streaming
     shape: StateShape
     layers: list[LayerAdapter] | None
-    plan: StreamingPlan
+    plan: StreamingPlan | None = None
 
 
 def streamed_of(model: Any) -> Streamed | None:

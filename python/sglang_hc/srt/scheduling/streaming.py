@@ -24,8 +24,10 @@ def report_of(scheduler: Any) -> Report | None:
     if not hasattr(scheduler, OWN):
         return None
     backend = scheduler.tp_worker.model_runner.attn_backend
+    plan = backend.streamed.plan
+    assert plan is not None
     backend.units.take_time()
-    return Report(backend.streamed.plan, backend.units.passed)
+    return Report(plan, backend.units.passed)
 
 
 def publish(scheduler: Any) -> None:
