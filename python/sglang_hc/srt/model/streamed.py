@@ -23,8 +23,7 @@ STREAMED = "_hc_streamed"
 @dataclass(frozen=True)
 class Streamed:
     """shape: of one layer's state. layers: adapters of the model's layers, None where nothing is
-    kept as hidden states. plan: what is expected of
-    its passes; None where nothing was."""
+    kept as hidden states. plan: what is expected of passes, where that is known."""
 
     streaming: Streaming
     shape: StateShape
