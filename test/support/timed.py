@@ -23,18 +23,24 @@ class TimedEvent:
 
 
 class TimedCopyStream(FakeCopyStream):
-    """Copies of `bytes_per_s` from host memory, and the computation that they run beside.
+    """Copies of `bytes_per_s` in one direction, and the computation that they run beside.
 
-    computing, copying: seconds until what was submitted to each of the two is over.
+    copying: seconds until what was submitted is over. `computing` is that of the computation.
     """
 
-    def __init__(self, bytes_per_s: float) -> None:
+    def __init__(self, bytes_per_s: float, other: TimedCopyStream | None = None) -> None:
         self.bytes_per_s = bytes_per_s
-        self.computing = self.copying = 0.0
+        self.copying = 0.0
+        self._compute = [0.0] if other is None else other._compute
+        self._other = other
+
+    @property
+    def computing(self) -> float:
+        return self._compute[0]
 
     def compute(self, seconds: float) -> None:
         """Submit work of so many seconds."""
-        self.computing += seconds
+        self._compute[0] += seconds
 
     def computed(self) -> TimedEvent:
         return TimedEvent(self.computing)
@@ -49,4 +55,9 @@ class TimedCopyStream(FakeCopyStream):
         return TimedEvent(self.copying)
 
     def before_compute(self, event: Any) -> None:
-        self.computing = max(self.computing, event.at)
+        self._compute[0] = max(self.computing, event.at)
+
+    def opposite(self) -> TimedCopyStream:
+        """As fast, and free."""
+        self._other = self._other or TimedCopyStream(self.bytes_per_s, self)
+        return self._other
