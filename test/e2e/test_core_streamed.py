@@ -42,7 +42,9 @@ def beside(
 def cases() -> list[Any]:
     found = []
     for model in ("llama-mha", "llama-gqa", "opt", "qwen3"):
-        for act in ("0", "0.5", "1"):
+        # Hidden states of the second one are larger than its K and V; the last one is
+        # grouped-query, too.
+        for act in ("0",) if model == "llama-gqa" else ("0", "0.5", "1"):
             for rounds in (1, 3):
                 for device in ("", SOME) if act != "0" else ("",):
                     spec = ",".join(filter(None, (f"act:{act}", f"rounds:{rounds}", device)))
@@ -53,7 +55,7 @@ def cases() -> list[Any]:
 
 OFTEN = {
     ("llama-mha", "0.5", 3, SOME),
-    ("llama-gqa", "1", 1, SOME),
+    ("llama-mha", "1", 1, ""),
     ("llama-gqa", "0", 3, ""),
     ("opt", "0.5", 1, ""),
     ("qwen3", "0.5", 3, ""),
@@ -87,10 +89,10 @@ def test_kv_form_is_bit_exact_in_bfloat16(models: None, once: Once, model: str) 
 def retracted(spec: str | None) -> tuple[list[list[int]], int]:
     """None: by SGLang alone, undisturbed."""
     if spec is None:
-        core = streaming.plain("llama-gqa", "float32")
+        core = streaming.plain("qwen3", "float32")
     else:
         retract_often()
-        core = streaming.streamed("llama-gqa", spec)
+        core = streaming.streamed("qwen3", spec)
     rids = [core.submit(tokens, 40) for tokens in PROMPTS]
     core.run()
     core.check_device()
@@ -112,8 +114,8 @@ def test_retracted_requests_come_back(models: None, once: Once, spec: str) -> No
 def many(spec: str | None) -> list[list[int]]:
     flags = ("--max-total-tokens", "4096")
     if spec is None:
-        return streaming.crowd(streaming.plain("llama-gqa", "float32", *flags), 200)
-    core = streaming.streamed("llama-gqa", spec, *flags)
+        return streaming.crowd(streaming.plain("qwen3", "float32", *flags), 200)
+    core = streaming.streamed("qwen3", spec, *flags)
     found = streaming.crowd(core, 200)
     core.check_device()
     passed = streaming.units_of(core).passed
@@ -129,6 +131,6 @@ def test_two_hundred_requests(models: None, once: Once, spec: str) -> None:
 
 @pytest.mark.parametrize("mistake", [NeverWaits, pytest.param(ReadsTooEarly, marks=slow)])
 def test_a_planted_mistake_is_found(models: None, once: Once, mistake: type[Units]) -> None:
-    wanted: Told = once(alone, "llama-gqa", "float32")
-    told, _ = run_in_child(beside, "llama-gqa", f"act:0.5,rounds:3,{SOME}", "float32", mistake)
+    wanted: Told = once(alone, "llama-mha", "float32")
+    told, _ = run_in_child(beside, "llama-mha", f"act:0.5,rounds:3,{SOME}", "float32", mistake)
     assert told.replies != wanted.replies

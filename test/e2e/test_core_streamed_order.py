@@ -22,7 +22,7 @@ SPEC = f"act:0.5,rounds:3,{SOME}"
 
 def served(mistake: type[Units] | None = None) -> dict[str, Any]:
     """Requests at once in several rounds, then their second turns."""
-    core = OrderedStreams(*flags_of(SPEC), model="llama-gqa")
+    core = OrderedStreams(*flags_of(SPEC), model="llama-mha")
     if mistake is not None:
         units_of(core).__class__ = mistake
     prompts = [prompt(n, 60 + 10 * n) for n in range(5)]
