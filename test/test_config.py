@@ -66,6 +66,15 @@ def test_weights_in_host_memory_are_a_size_or_what_does_not_fit(machine: Path) -
         assert found.offload_gb == wanted and isinstance(found.offload_gb, float | str)
 
 
+def test_state_of_running_requests_needs_weights_in_host_memory(machine: Path) -> None:
+    found = parse("--hc-offload-gb", "2", "--hc-throughput", "act:0.5,rounds:3")
+    assert found.throughput == "act:0.5,rounds:3"
+    with pytest.raises(ConfigError, match=r"hc-throughput\) does nothing without --hc-offload-gb"):
+        parse("--hc-throughput", "auto")
+    with pytest.raises(ConfigError, match=r"\(--hc-throughput\): act:2: give a share"):
+        parse("--hc-offload-gb", "2", "--hc-throughput", "act:2")
+
+
 def test_help_lists_every_flag(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("--help")

@@ -137,6 +137,16 @@ STEPS = (
         ("--rehearse",),
     ),
     Step(
+        "throughput",
+        "weights and state in host memory: passes, and a conversation that returns",
+        5.0,
+        (
+            *("benchmark.throughput.shares", "--shape", BIG, "--shares", "0,0.5,1"),
+            *("--requests", "64", "--prompt", "1024", "--new", "64"),
+        ),
+        ("--rehearse",),
+    ),
+    Step(
         "kernels-checked",
         "tests of the kernels on this device",
         3.0,

@@ -35,6 +35,7 @@ def all_tables(found: Mapping[str, Cell]) -> dict[str, Table]:
         "capture": capture_table(found),
         "kernels": kernel_table(found),
         "checks": checks_table(found),
+        "throughput": throughput_table(found),
     }
     for name, result in served_results(found).items():
         tables[name] = report.summary_table(result)
@@ -155,6 +156,26 @@ def kernel_table(found: Mapping[str, Cell]) -> Table:
     ]
     head = ("shape", "tokens", "work", "arm", "ms", "of bound", "difference")
     return Table("Kernels", head, tuple(rows))
+
+
+def throughput_table(found: Mapping[str, Cell]) -> Table:
+    rows = [
+        (
+            row["arm"],
+            f"{1e3 * row['pass_s']:.1f}",
+            *(f"{1e3 * row[name]:.1f}" if name in row else "" for name in RETURNS),
+        )
+        for row in of_step(found, "throughput")
+    ]
+    head = (
+        *("hidden states", "ms of a pass", "link of a pass"),
+        *("restored, ms", "recomputed, ms"),
+    )
+    return Table("Weights and state in host memory", head, tuple(rows))
+
+
+RETURNS = ("link_s", "restored_s", "recomputed_s")
+"""Of weights alone in host memory: a conversation that returns."""
 
 
 def checks_table(found: Mapping[str, Cell]) -> Table:

@@ -271,7 +271,7 @@ class Core:
 
     def settle(self) -> None:
         """Wait for what is being saved, then check every invariant."""
-        tiers = self.tree.tiers
+        tiers = getattr(self.tree, "tiers", None)  # SGLang's own tree has none
         if tiers is not None:
             tiers.drain()
             tiers.check_integrity()

@@ -46,13 +46,22 @@ class ThrottledCopyStream(HostCopyStream):
         self.clock = clock
         self.sleep = sleep
         self._free = 0.0
+        self._opposite: ThrottledCopyStream | None = None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        begin = max(self._free, self.clock())  # the bytes pass while the CPU copies them
         super().copy(target, source)
-        self._free = max(self._free, self.clock()) + source.numel() / self.bytes_per_s
+        self._free = begin + source.numel() / self.bytes_per_s
 
     def record(self) -> Event:
         return BucketEvent(self, self._free)
 
     def before_compute(self, event: Event) -> None:
         event.wait()
+
+    def opposite(self) -> ThrottledCopyStream:
+        """The other direction is as fast, and free."""
+        if self._opposite is None:
+            self._opposite = ThrottledCopyStream(self.bytes_per_s, self.clock, self.sleep)
+            self._opposite._opposite = self
+        return self._opposite

@@ -13,6 +13,8 @@ from sglang_hc.errors import ConfigError, convert, decode_json
 from sglang_hc.forms import LayerPlan
 from sglang_hc.memory import GIB, available_memory, total_memory
 from sglang_hc.policy.eviction import POLICIES
+from sglang_hc.policy.offload import check_size
+from sglang_hc.policy.streaming import ThroughputSpec
 from sglang_hc.profile_file import read_profile
 from sglang_hc.store.disk import DirectoryError, DirectorySpec
 from sglang_hc.store.ownership import read_remote_key
@@ -26,9 +28,6 @@ HOST_SHARE = 0.4
 HOST_MOST_GIB = 256
 """Most of that for one scheduler process: it locks its share for the GPU in one call when it
 starts, and nobody should wait minutes for a size that he did not ask for."""
-
-AUTO = "auto"
-"""Size of the weights in host memory: what does not fit on the device."""
 
 FILE = "file"
 """The remote store that is a directory, kept as those of `--hc-disk`."""
@@ -65,6 +64,7 @@ class HcConfig(msgspec.Struct, frozen=True):
     open_routes: bool = False
     audit: float = 0.001
     offload_gb: float | str = 0.0
+    throughput: str | None = None
 
     def __post_init__(self) -> None:
         for name, flag in FLAGS.items():
@@ -147,15 +147,6 @@ def _check_host_size(gib: float) -> None:
             f"({total / GIB:.1f} GiB); give at most what is free "
             f"({available_memory() / GIB:.1f} GiB now)"
         )
-
-
-def _check_offload(gib: float | str) -> None:
-    """Raise ConfigError unless it is a size or `auto`."""
-    if gib == AUTO:
-        return
-    if not isinstance(gib, float):
-        raise ConfigError(f"must be GiB or auto, got {gib!r}")
-    _between(0, float("inf"), "0 or more GiB, or auto")(gib)
 
 
 def _check_forms(text: str) -> None:
@@ -244,6 +235,7 @@ _BELOW = Need(
     lambda config: bool(config.disk) or config.remote is not None or config.overflow == "reembed",
     "--hc-disk, --hc-remote or --hc-overflow reembed",
 )
+_OFFLOAD = Need(lambda config: config.offload_gb != 0, "--hc-offload-gb")
 _OVERFLOW = Need(lambda config: config.overflow != "off", "--hc-overflow recompute or reembed")
 
 
@@ -381,7 +373,13 @@ FLAGS: dict[str, Flag] = {
         "weights of decoder layers that lie in host memory and come to the device ahead of their "
         "layer; auto: those that do not fit beside --max-total-tokens",
         "GIB|auto",
-        check=_check_offload,
+        check=check_size,
+    ),
+    "throughput": Flag(
+        "keep the state of running requests in host memory too, some of it as hidden states",
+        "auto|SPEC",
+        check=ThroughputSpec.parse,
+        need=_OFFLOAD,
     ),
 }
 """Every option once, in the order of `--help`; the types and defaults are `HcConfig`'s."""

@@ -38,6 +38,12 @@ LEVELS = {
     "cost_correction_disk": "Factor on the measured costs of reading from disk.",
     "pins": "Sessions that are pinned.",
     "pinned_blocks": "Blocks that pins hold.",
+    "throughput_tokens": "Slots of --hc-throughput.",
+    "throughput_act_tokens": "Of these, those that are kept as hidden states.",
+    "throughput_device_act_tokens": "Of these, those that never leave the device.",
+    "throughput_pass_seconds": "Seconds of a pass of --hc-throughput since the start, on average.",
+    "throughput_link_seconds": "Seconds of the link in such a pass, by the costs.",
+    "throughput_compute_seconds": "Seconds of the device in such a pass, by the costs.",
 }
 COUNTS = {
     "kept_tokens": "Tokens whose blocks came into the host tier.",
@@ -113,6 +119,13 @@ COUNTS = {
     "remote_pauses": "Times the remote store failed and was left alone; a directory: by all ranks.",
     "remote_hangs": "Times a call of the remote store, but for a directory, took too long.",
     "remote_forged": "Blocks of the remote store whose MAC is not of --hc-remote-key.",
+    "throughput_passes": "Passes of --hc-throughput.",
+    "throughput_rounds": "Rounds of these passes.",
+    "throughput_weights_in_bytes": "Bytes of weights that came to the device in them.",
+    "throughput_kv_in_bytes": "Bytes of K and V that came to the device in them.",
+    "throughput_act_in_bytes": "Bytes of hidden states that came to the device in them.",
+    "throughput_kv_out_bytes": "Bytes of K and V that went to host memory in them.",
+    "throughput_act_out_bytes": "Bytes of hidden states that went to host memory in them.",
 }
 """Known from the start, so that zero is visible. Others appear when they first count."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,11 +51,12 @@ class LateEvent:
 class LateCopyStream(FakeCopyStream):
     """Copies nothing until it has to: a missing fence leaves the target unwritten.
 
-    The source is read at that late moment, so a buffer reused too early shows as wrong bytes.
+    The source is read at that late moment, so a buffer reused too early shows as wrong bytes. What
+    the copies are to wait for, the opposite stream's, is waited for as late.
     """
 
     def __init__(self) -> None:
-        self.queue: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+        self.queue: deque[Callable[[], object]] = deque()
         self.enqueued = 0
         self.performed = 0
 
@@ -61,10 +64,14 @@ class LateCopyStream(FakeCopyStream):
         return LateEvent(self, 0)  # what is computed here is computed at once
 
     def after(self, computed: Any) -> None:
-        return None
+        if computed.copy_stream is not self:
+            self._enqueue(computed.wait)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.queue.append((target, source))
+        self._enqueue(partial(target.copy_, source))
+
+    def _enqueue(self, work: Callable[[], object]) -> None:
+        self.queue.append(work)
         self.enqueued += 1
 
     def record(self) -> LateEvent:
@@ -81,8 +88,7 @@ class LateCopyStream(FakeCopyStream):
 
     def advance_to(self, count: int) -> None:
         while self.performed < count:
-            target, source = self.queue.popleft()
-            target.copy_(source)
+            self.queue.popleft()()
             self.performed += 1
 
 

@@ -20,6 +20,7 @@ import torch
 from sglang_hc.capture.direct import DeviceRing
 from sglang_hc.capture.taps import SideBranch
 from sglang_hc.srt.engine.streams import ComputeStream
+from sglang_hc.srt.hybrid import build as streamed
 from sglang_hc.srt.model import capture_memory, model_state, offload
 from sglang_hc.srt.model.capture_memory import CaptureMemory
 from sglang_hc.srt.start import build
@@ -99,6 +100,7 @@ class OrderedCore(Core):
         for target, name, new in (
             (build, "copy_stream_for", lambda *_: copy_stream),
             (offload, "copy_stream_for", lambda *_: OrderedCopyStream(self.clocks)),
+            (streamed, "copy_stream_for", lambda *_: OrderedCopyStream(self.clocks)),
             (capture_memory, "_tap_branch", lambda *_: taps),
             (build, "_side_stream", lambda *_: side),
             (model_state, "take_capture_memory", partial(_with_device_memory, take)),
@@ -148,6 +150,24 @@ class OrderedCore(Core):
             watch.region(f"weights in place {number}", place)
         executor = tiers.capture.scatters.executor
         executor.submit = _noting(executor.submit, watch, tiers.restorer.path.pool, snapshots)
+
+
+class OrderedStreams(OrderedCore):
+    """The same without tiers, where the state of running requests passes through places."""
+
+    def _watch_long_lived(self) -> None:
+        attention = self.scheduler.tp_worker.model_runner.attn_backend
+        units, watch = attention.units, self.watch
+        table = self.scheduler.req_to_token_pool.req_to_token
+        watch.region("slot table", table, table.itemsize)
+        watch.region("row table", attention.rows, attention.rows.itemsize)
+        for number, place in enumerate(units._places):
+            for part in (place.hidden, *place.parts):
+                watch.region(f"place {number}", part, part.shape[1])
+        mirror = units._mirror
+        for part in (mirror.hidden, *mirror.parts):
+            watch.region("host rows", part, part.shape[2])
+        watch.region("kept rows", units._kept, units._kept.shape[2])
 
 
 def _told(watch: Watch, compute: Any, made: tuple[torch.Tensor, ...]) -> None:

@@ -43,7 +43,8 @@ class CopyStream(Protocol):
         """A point behind the compute work submitted so far."""
 
     def after(self, computed: Event) -> None:
-        """Copies enqueued from now on start after that point in the compute work."""
+        """Copies enqueued from now on start after that point in the compute work, or in the copies
+        of the opposite stream."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy `source` into `target`; both live and keep their bytes until a later event is done.

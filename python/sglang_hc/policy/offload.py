@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sglang_hc.errors import ConfigError
 from sglang_hc.policy.fit import Fit
+
+AUTO = "auto"
+"""Size of the weights in host memory: what does not fit on the device."""
 
 LONGEST_CHUNK = 16_384
 """Most tokens of a pass that grows."""
 
 FEWEST = 3
 """Layers that are worth a ring: its two places take as much of the device as two layers."""
+
+
+def check_size(gib: float | str) -> None:
+    """Raise ConfigError unless it is a size in GiB or `auto`; it does not name the option."""
+    if gib != AUTO and not isinstance(gib, float):
+        raise ConfigError(f"must be GiB or auto, got {gib!r}")
+    if isinstance(gib, float) and not 0 <= gib < float("inf"):
+        raise ConfigError(f"must be 0 or more GiB, or auto, got {gib:g}")
 
 
 def spread(count: int, layers: int) -> tuple[int, ...]:

@@ -23,6 +23,9 @@ from typing import NamedTuple
 PLACES = 2
 """Places on the device for what crosses: one is used while the other is filled."""
 
+ROUND_SECONDS = 100e-6
+"""Host work that a round adds to a layer, whose kernels are launched one by one."""
+
 BALANCED = 0.03
 """Link and device are called balanced when their work differs by less than this share."""
 

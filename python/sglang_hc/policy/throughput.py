@@ -14,9 +14,9 @@ Beside them, for comparison: a CPU computes the layers that do not fit on the de
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 from sglang_hc.policy.hybrid import best_split
@@ -24,6 +24,12 @@ from sglang_hc.policy.streamed_pass import PLACES, Load, PassTimes, Split, Strea
 
 ROUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of rounds that are tried."""
+
+DEFAULT_CONTEXT, DEFAULT_OUTPUT = 1024, 128
+"""Tokens of a prompt and of an answer where nobody says."""
+
+CPU_GBPS, CPU_TFLOPS = 75.0, 1.5
+"""Host memory and products of the CPU that ways are compared with: assumptions."""
 
 ACT_SHARES: Mapping[str, float | None] = {"kv": 0.0, "act": 1.0, "hybrid": None}
 """Ways whose state crosses, and the share of it that is hidden states; None for the best."""
@@ -67,11 +73,17 @@ class Served:
 
 @dataclass(frozen=True)
 class Ways:
-    """What one model on one machine can do for requests, without and with a CPU that computes."""
+    """What one model on one machine can do for requests, without and with a CPU that computes.
+
+    most_resident: at most so many layers are on the device where state crosses. most: running
+    requests at most. None for any number.
+    """
 
     model: StreamedModel
     requests: Requests
     cpu: Processor
+    most_resident: int | None = None
+    most: int | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -82,17 +94,36 @@ class Ways:
 
     def serve(self, way: str, batch: int) -> Served | None:
         """A way with so many running requests; None when they do not fit."""
-        load = steady(batch, *self.requests)
-        return self._streamed(way, load) if way in ACT_SHARES else self._kept(way, load)
+        if way in ACT_SHARES:
+            return self.stream(batch, ACT_SHARES[way], way=way)
+        return self._kept(way, steady(batch, *self.requests))
 
     def best(self, way: str) -> Served | None:
         """A way with the batch that generates most; None when not even one request fits."""
+        return self._best(partial(self.serve, way))
 
+    def best_stream(
+        self, act: float | None = None, rounds: Sequence[int] = ROUNDS
+    ) -> Served | None:
+        """State crosses, with the batch that generates most; see `stream`. Fewer requests than
+        rounds have one each."""
+        return self._best(
+            lambda batch: self.stream(batch, act, sorted({min(one, batch) for one in rounds}))
+        )
+
+    def best_cpu(self) -> int:
+        """The batch with which a CPU that computes the rest generates most; see `cpu_seconds`."""
+        return best_batch(lambda batch: math.inf if self._many(batch) else self.cpu_seconds(batch))
+
+    def _best(self, serve: Callable[[int], Served | None]) -> Served | None:
         def seconds(batch: int) -> float:
-            served = self.serve(way, batch)
+            served = None if self._many(batch) else serve(batch)
             return math.inf if served is None else served.seconds
 
-        return self.serve(way, best_batch(seconds))
+        return serve(best_batch(seconds))
+
+    def _many(self, batch: int) -> bool:
+        return self.most is not None and batch > self.most
 
     def cpu_seconds(self, batch: int) -> float:
         """A pass in which a CPU computes the layers that do not fit; infinite when host memory does
@@ -143,16 +174,21 @@ class Ways:
             return None
         return Served(way, load, split, 1, model.times(load, split))
 
-    def _streamed(self, way: str, load: Load) -> Served | None:
-        """State crosses, in the number of rounds that is fastest."""
-        found = []
-        for rounds in ROUNDS:
+    def stream(
+        self, batch: int, act: float | None, rounds: Sequence[int] = ROUNDS, way: str = "hybrid"
+    ) -> Served | None:
+        """State crosses, in that of `rounds` that is fastest; None when it does not fit. act: the
+        share of tokens that are hidden states; None for the best."""
+        load, found = steady(batch, *self.requests), []
+        for number in rounds:
             split = None
-            if rounds <= load.requests:
-                split = best_split(self.model, load, rounds, act=ACT_SHARES[way])
+            if number <= load.requests:
+                split = best_split(
+                    self.model, load, number, act=act, most_resident=self.most_resident
+                )
             if split is not None:
-                times = self.model.times(load, split, rounds)
-                found.append(Served(way, load, split, rounds, times))
+                times = self.model.times(load, split, number)
+                found.append(Served(way, load, split, number, times))
         return min(found, key=lambda one: (one.seconds, one.rounds), default=None)
 
 

@@ -68,6 +68,7 @@ class Hook(NamedTuple):
 def all_hooks() -> list[Hook]:
     """Every hook."""
     from sglang_hc.srt.arguments import server_args
+    from sglang_hc.srt.hybrid import build as streamed
     from sglang_hc.srt.model import cpu_attention, model_state, offload
     from sglang_hc.srt.requests import entrance, namespaces, overflow, pins, self_test
     from sglang_hc.srt.scheduling import hooks, meeting, preemption, speculation, weights
@@ -86,6 +87,10 @@ def all_hooks() -> list[Hook]:
     http = "sglang.srt.entrypoints.http_server"
     chat = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
     sample = "sglang.srt.speculative.eagle_utils.eagle_sample"
+    pools = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+    components = "sglang.srt.model_executor.model_runner_components"
+    backends = f"{components}.attention_backend_setup.build_attention_backends"
+    fuses = "sglang.srt.models.utils.enable_fused_set_kv_buffer"
     draft = "sglang.srt.mem_cache.kv_cache_builder.maybe_register_hicache_draft"
     backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 
@@ -103,6 +108,11 @@ def all_hooks() -> list[Hook]:
         Hook(f"{args}.from_cli_args", around, server_args.from_cli_args, start),
         Hook(f"{runner}.load_model", before, offload.before_load_model, start),
         Hook(f"{runner}.load_model", after, model_state.after_load_model, start),
+        Hook(f"{pools}._profile_available_bytes", around, streamed.available_bytes, start),
+        Hook(f"{pools}._build_mha_kv_pool", around, streamed.build_pool, start),
+        Hook(f"{pools}._build_token_to_kv_pool_allocator", around, streamed.build_allocator, start),
+        Hook(backends, around, streamed.build_attention, start),
+        Hook(fuses, around, streamed.fuses_write, model),
         Hook(f"{scheduler}.__init__", around, hooks.build_scheduler, start),
         Hook(f"{http}._wait_and_warmup", around, self_test.wait_and_warmup, start),
         Hook(draft, around, speculation.register_draft, start),

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from sglang_hc.errors import ConfigError, decode_json
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit
-from sglang_hc.policy.streamed_pass import StreamedModel
+from sglang_hc.policy.streamed_pass import ROUND_SECONDS, StreamedModel
 from sglang_hc.tools.model_shape import ModelShape
 
 
@@ -149,9 +149,6 @@ def modelled_costs(
 
 RESERVED = 0.1
 """Share of device memory that neither layers nor state get: libraries, activations of a pass."""
-
-ROUND_SECONDS = 100e-6
-"""Host work that a round adds to a layer, whose kernels are launched one by one."""
 
 
 class Stored(NamedTuple):

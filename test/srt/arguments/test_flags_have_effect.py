@@ -53,6 +53,7 @@ WITH = {
         "queue",
         [("--hc-disk", "/tmp:1"), SHARED, ("--hc-overflow", "reembed")],
     ),
+    "throughput": ("auto", [("--hc-offload-gb", "auto")]),
     **{
         name: (value, [("--hc-overflow", "recompute"), ("--hc-overflow", "reembed")])
         for name, value in (

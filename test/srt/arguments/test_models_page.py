@@ -32,14 +32,17 @@ PAGE = (ROOT / "docs" / "models.md").read_text()
 REFUSED = PAGE.partition("The start refuses")[2].partition("## Versions")[0]
 HICACHE = (ROOT / "docs" / "from-hicache.md").read_text()
 OFFLOADING = REFUSED.partition("- **Weights in host memory** ")[2].partition("\n- ")[0]
+STREAMING = REFUSED.partition("- **State of running requests in host memory** ")[2]
+STREAMING = STREAMING.partition("\n- ")[0]
 
 
 def flags_in(text: str) -> set[str]:
     return set(re.findall(r"`(--[a-z0-9-]+)", text))
 
 
-FLAGS = flags_in(REFUSED.replace(OFFLOADING, ""))
-"""Of the page; those of OFFLOADING are in a table of their own."""
+FLAGS = flags_in(REFUSED.replace(OFFLOADING, "").replace(STREAMING, ""))
+"""Of the page; those of OFFLOADING, and of STREAMING (test_refused_streaming.py), are in tables of
+their own."""
 MODELS = {"--is-embedding", "--encoder-only"}
 """Refused in the table of models."""
 ELSEWHERE = {

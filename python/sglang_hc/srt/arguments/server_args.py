@@ -18,7 +18,7 @@ from sglang.srt.environ import envs
 
 from sglang_hc.command_line import add_flags, config_from, given_flags
 from sglang_hc.config import CONFIG_ENV, ConfigError, HcConfig, flag_of, refuse_same_directory
-from sglang_hc.srt.arguments import hicache_flags, offload_flags, state_flags
+from sglang_hc.srt.arguments import hicache_flags, offload_flags, state_flags, throughput_flags
 from sglang_hc.srt.arguments.graphs import check_prefill_graphs
 from sglang_hc.srt.binding import arguments
 from sglang_hc.srt.binding.arguments import asked
@@ -168,6 +168,8 @@ def _begin(args: Any, config: HcConfig) -> None:
         refuse_same_directory(config)
         if config.offload_gb:
             offload_flags.begin(args)
+        if config.throughput is not None:
+            throughput_flags.begin(args, config)
         if config.remote is not None:
             from sglang_hc.srt.arguments.storage_backends import check_remote
 
@@ -183,7 +185,10 @@ def _begin(args: Any, config: HcConfig) -> None:
                 "--hc-schedule ready-first and --enable-priority-scheduling both put the "
                 "waiting queue in order; leave one of them out"
             )
-        hicache_flags.take_its_place(args)
+        if config.throughput is None:
+            hicache_flags.take_its_place(args)
+        else:
+            offload_flags.stream_state(args)
         envs.SGLANG_HTTP_SERVER_APP_PATH.set(WORKER_APP)
     if not torch.cuda.is_available():
         cpu.check_speculation(args)
@@ -215,6 +220,9 @@ def settled(args: Any, previous: Step) -> None:
         refuse_modes(args, config)
         if config.offload_gb:
             offload_flags.refuse_modes(args)
+        if config.throughput is not None:
+            throughput_flags.refuse_modes(args, config)
+            throughput_flags.refuse_model(args)
     previous(args)
     if config is not None:
         state_flags.settle(args, config)

@@ -20,6 +20,7 @@ from sglang.srt.arg_groups.overrides import (
     resolving_view,
     supports_mamba_cache_extra_buffer,
 )
+from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, Phase, with_phase
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
@@ -191,6 +192,17 @@ def pool_tokens(args: Any) -> int | None:
     return found
 
 
+def most_running(args: Any) -> int | None:
+    """Requests that may run at once; None where the user does not say."""
+    found: int | None = args.max_running_requests
+    return found
+
+
+def set_pool_tokens(args: Any, tokens: int) -> None:
+    """Let the KV pool have at most so many. Before it is made; this process serves with `args`."""
+    get_context().override(SOURCE, max_total_tokens=tokens)
+
+
 def quantization(args: Any) -> str | None:
     """How the weights are quantised."""
     return _now(args, "quantization")
@@ -284,6 +296,12 @@ def served_name(args: Any) -> str:
 def model_config(args: Any) -> Any:
     """SGLang's `ModelConfig` of the model that they name."""
     return model_config_of(args)
+
+
+def has_latent_attention(args: Any) -> bool:
+    """Whether the layers keep one compressed row for K and V."""
+    found: bool = model_config_of(args).attention_arch == AttentionArch.MLA
+    return found
 
 
 def api_keys(args: Any) -> tuple[str | None, str | None]:

@@ -31,6 +31,8 @@ from sglang_hc.srt.model.offload import ALL_RESIDENT, HostedWeights, settle
 from sglang_hc.srt.model.offload_costs import grow_chunk, with_weights
 from sglang_hc.srt.model.recompute import Pieces, not_exact, recompute_excluded
 from sglang_hc.srt.model.scratch_layer import model_shape
+from sglang_hc.srt.model.streamed import begin_streaming
+from sglang_hc.srt.model.throughput_plan import settle_streaming
 from sglang_hc.srt.ranks.start_group import StartGroup
 
 logger = logging.getLogger(__name__)
@@ -93,7 +95,8 @@ class ModelState:
 
 
 def after_load_model(result: Any, self: Any) -> None:
-    """AFTER ModelRunner.load_model: plan, self-check, taps."""
+    """AFTER ModelRunner.load_model: plan, self-check, taps. With `--hc-throughput` there are no
+    tiers: how state passes through the device is settled in their place."""
     config = config_of(arguments.of(self))
     if config is None or self.is_draft_worker:
         return
@@ -112,6 +115,11 @@ def after_load_model(result: Any, self: Any) -> None:
         reason = disagreement(proof, self.dtype) or _not_proven(self, config, proof)
     cost = calibrate.cost_model(self, config, layers, reason is None, group)
     cost = with_weights(self, cost, weights, group)
+    if config.throughput is not None:
+        streams = settle_streaming(self, config, cost, weights, reason)
+        begin_streaming(self, streams, layers if reason is None else None)
+        grow_chunk(self, cost, LayerPlan(0, 0, streams.model.layers), group)  # nothing is taken
+        return
     held = families.held_layers(self.model, self.model_config.num_hidden_layers)
     stages = group.each(len(held))[:: parallel.tp_size()]
     plan = group.first(lambda: _plan(self, config, cost, reason, stages))

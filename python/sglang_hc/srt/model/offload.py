@@ -22,6 +22,7 @@ from sglang_hc.device.copy_stream import copy_stream_for
 from sglang_hc.device.pinning import give_back_pinned
 from sglang_hc.device.weight_ring import Parked, WeightRing
 from sglang_hc.policy.offload import fitting, holding
+from sglang_hc.policy.streaming import ThroughputSpec
 from sglang_hc.srt.arguments.server_args import config_of
 from sglang_hc.srt.binding import arguments
 from sglang_hc.srt.engine.streams import model_streams
@@ -224,7 +225,7 @@ def _chosen(
                 *(wanted / GIB, sum(sizes) / GIB),
             )
         return holding(wanted, sizes)
-    room = group.least(_room(runner))
+    room = group.least(_room(runner, config))
     chosen = fitting(room, sizes)
     missing = group.reason(None if chosen is not None else f"{sum(sizes) / GIB:.3g}")
     if missing is not None:
@@ -242,18 +243,32 @@ def _chosen(
     return chosen
 
 
-def _room(runner: Any) -> int:
+def _room(runner: Any, config: HcConfig) -> int:
     """Bytes of the device that are left for layers; no bound on a device without memory of its own.
     Now it holds the model's other weights."""
-    if torch.device(runner.device).type != "cuda":
+    free = device_room(runner)
+    if free is None:
         return 1 << 62
+    _, total = torch.cuda.mem_get_info(runner.gpu_id)
+    tokens, shape = arguments.pool_tokens(arguments.of(runner)), model_shape(runner)
+    state = total // KV_SHARE
+    if config.throughput is not None:  # slots are in host memory
+        given = ThroughputSpec.parse(config.throughput).device_gb
+        state = state if given is None else int(given * GIB)
+    elif tokens is not None:
+        state = tokens * shape.kv_bytes * shape.num_layers
+    return free - state
+
+
+def device_room(runner: Any) -> int | None:
+    """Bytes of the device that are free beside what passes need; None where the device has no
+    memory of its own."""
+    if torch.device(runner.device).type != "cuda":
+        return None
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(runner.gpu_id)
-    args, shape = arguments.of(runner), model_shape(runner)
-    _, static = arguments.first_gpu(args)
-    tokens = arguments.pool_tokens(args)
-    kv = total // KV_SHARE if tokens is None else tokens * shape.kv_bytes * shape.num_layers
-    return int(free - total * (1 - static) - total // PASS_SHARE - kv)
+    _, static = arguments.first_gpu(arguments.of(runner))
+    return int(free - total * (1 - static) - total // PASS_SHARE)
 
 
 # -- what of a layer can be moved ----------------------------------------------------------------

@@ -91,9 +91,29 @@ def _layers_of(model: torch.nn.Module) -> int:
 def layer_weights(model: torch.nn.Module) -> float:
     """Weights of one layer that a token passes through on this rank, averaged over its layers: of
     experts those that it is routed to."""
-    name = next(iter(_attentions(model)))
-    layers = model.get_submodule(re.split(r"\.\d+\.", name)[0])  # e.g. model.layers
-    return sum(map(token_weights, layers.modules())) / _layers_of(model)
+    return sum(map(token_weights, _layers_in(model).modules())) / _layers_of(model)
+
+
+def stored_weights(model: torch.nn.Module) -> float:
+    """Weights of one layer with all its experts on this rank, averaged over its layers."""
+    found = (token_weights(m) * _experts(m) for m in _layers_in(model).modules())
+    return sum(found) / _layers_of(model)
+
+
+def layer_bytes(model: torch.nn.Module) -> float:
+    """Bytes of what one layer has stored of them, however it is quantised, averaged likewise."""
+    parameters = _layers_in(model).parameters()
+    return sum(one.numel() * one.itemsize for one in parameters) / _layers_of(model)
+
+
+def _layers_in(model: torch.nn.Module) -> torch.nn.Module:
+    """What has the layers, for example `model.layers`."""
+    return model.get_submodule(re.split(r"\.\d+\.", next(iter(_attentions(model))))[0])
+
+
+def _experts(module: Any) -> float:
+    """How many times the weights that a token passes through a module has."""
+    return module.num_local_experts / module.top_k if hasattr(module, "w13_weight") else 1.0
 
 
 def token_weights(module: Any) -> int:

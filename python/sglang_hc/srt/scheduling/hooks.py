@@ -26,7 +26,7 @@ from sglang_hc.srt.engine.guard import tree_of
 from sglang_hc.srt.engine.scheduler import BUILDING, OwnScheduler
 from sglang_hc.srt.ranks import decisions
 from sglang_hc.srt.requests.overflow import check_window
-from sglang_hc.srt.scheduling import weights
+from sglang_hc.srt.scheduling import streaming, weights
 from sglang_hc.srt.scheduling.speculation import hand_over
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 
@@ -57,6 +57,7 @@ def build_scheduler(build: Callable[..., None], self: Any, *args: Any, **kwargs:
         build(self, *args, **kwargs)
         check_window(self)
         decisions.attach(self)
+        streaming.attach(self)
     except ConfigError as error:
         logger.error("sglang-hc: %s", error)
         logger.debug("refused here", exc_info=True)
@@ -94,10 +95,13 @@ def run_batch(
 
 
 def batch_ran(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER Scheduler.run_batch: a speculating pass says which rows it accepted."""
+    """AFTER Scheduler.run_batch: a speculating pass says which rows it accepted. Without tiers
+    nobody else writes the metrics."""
     tree = tree_of(self)
     if tree is not None:
         hand_over(tree, result)
+    else:
+        streaming.publish(self)
 
 
 def forward(
@@ -120,6 +124,9 @@ def internal_state(result: Any, self: Any, recv_req: Any) -> Any:
     tree = tree_of(self)
     if tree is not None:
         result.internal_state["hc"] = tree.stats()
+    report = streaming.report_of(self)
+    if report is not None:
+        result.internal_state["hc"] = {"throughput": report.stats()}
     return result
 
 
@@ -132,11 +139,11 @@ def sleep_on_idle(original: Callable[..., None], self: Any) -> None:
 
 def change_weights(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
     """AROUND each weight update: nothing saved under the old weights may be served."""
+    if weights.in_host_memory(self):
+        return weights.refusal(original.__name__)
     tree = tree_of(self.scheduler)
     if tree is None:
         return original(self, recv_req)
-    if weights.in_host_memory(self):
-        return weights.refusal(original.__name__)
     if tree.scheduler.is_between_stages:
         return weights.UPDATES[original.__name__](
             success=False,

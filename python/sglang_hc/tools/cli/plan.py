@@ -14,6 +14,7 @@ from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.layer_plan import plan_for, stored_bytes
 from sglang_hc.policy.makespan import LayerTimes, makespan
 from sglang_hc.policy.meeting import Split, best_split, from_below
+from sglang_hc.policy.throughput import DEFAULT_CONTEXT as PROMPT
 from sglang_hc.tools.cli import plan_ends, throughput
 from sglang_hc.tools.cli.main import blaming, count, number
 from sglang_hc.tools.datasheet import Hardware, datasheet_costs, load_hardware
@@ -57,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"history tokens to restore (default: {DEFAULT_CONTEXT}, half of the conversations in "
         "HCache figure 3b are longer); with --throughput, tokens of a prompt (default: "
-        f"{throughput.DEFAULT_CONTEXT})",
+        f"{PROMPT})",
     )
     parser.add_argument(
         "--new-tokens",

@@ -7,32 +7,27 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_hc.policy.throughput import Processor, Requests, Served, Ways, best_batch
+from sglang_hc.policy.throughput import (
+    CPU_GBPS,
+    CPU_TFLOPS,
+    DEFAULT_CONTEXT,
+    DEFAULT_OUTPUT,
+    Processor,
+    Requests,
+    Served,
+    Ways,
+)
+from sglang_hc.policy.throughput_table import Comparison, compare, conclusion, table
 from sglang_hc.tools.cli.main import UsageError, blaming, count, number
 from sglang_hc.tools.datasheet import RESERVED, Hardware, Rates, Stored, streamed_model
 from sglang_hc.tools.model_shape import ModelShape
 
-DEFAULT_CONTEXT, DEFAULT_OUTPUT = 1024, 128
 MAX_TOKENS = 10_000_000
 MAX_GB = 1_000_000.0
 
 WEIGHT_BYTES = {"2": "16 bits", "1": "8 bits", "0.53": "4 bits with their scales"}
 KV_BYTES = {"2": "16 bits", "1": "8 bits"}
 
-CPU_GBPS, CPU_TFLOPS = 75.0, 1.5
-"""Host memory and products of the CPU that the plan compares with: assumptions."""
-
-SAME = 0.99
-"""The fastest way is the first whose tokens per second are this share of the most."""
-
-NAMES = {
-    "sglang": "SGLang's own",
-    "ahead": "weights ahead",
-    "kv": "KV",
-    "act": "ACT",
-    "hybrid": "hybrid",
-    "cpu": "CPU computes the rest",
-}
 OPTIONS = ("--host-gb", "--device-gb", "--weight-bytes", "--kv-bytes", "--output")
 
 
@@ -93,15 +88,10 @@ def run(args: argparse.Namespace, shape: ModelShape, hardware: Hardware, link: f
     """Print every way at its best batch. Raises UsageError for what cannot be planned."""
     setting = _read(args, shape, hardware, link)
     ways = setting.ways()
-    served = {way: ways.best(way) for way in ways.names}
-    fitting = {way: one for way, one in served.items() if one is not None}
-    if not fitting:
+    found = compare(ways)
+    if found is None:
         raise _nothing_fits(setting, ways)
-    most = max(one.tokens_per_second for one in fitting.values())
-    fastest = next(w for w, one in fitting.items() if one.tokens_per_second >= SAME * most)
-    cpu = best_batch(ways.cpu_seconds)
-    below = ways.cpu_faster_below(max(cpu, fitting[fastest].load.requests))
-    report = {
+    report: dict[str, Any] = {
         "model": shape.describe(),
         "gpu": hardware.name,
         "link_gbps": link,
@@ -118,12 +108,12 @@ def run(args: argparse.Namespace, shape: ModelShape, hardware: Hardware, link: f
             "cpu_tflops": CPU_TFLOPS,
         },
         "layers_gb": ways.model.layers * ways.model.weights / 1e9,
-        "ways": {way: one and _way_json(ways, one) for way, one in served.items()},
-        "fastest": fastest,
-        "cpu": _cpu_json(cpu, ways.cpu_seconds(cpu)),
-        "cpu_faster_below": below,
+        "ways": {way: one and _way_json(ways, one) for way, one in found.served.items()},
+        "fastest": found.fastest,
+        "cpu": _cpu_json(*found.cpu),
+        "cpu_faster_below": found.below,
     }
-    print(json.dumps(report, indent=2) if args.json else _as_text(setting, report))
+    print(json.dumps(report, indent=2) if args.json else _as_text(setting, report, found))
     return 0
 
 
@@ -202,7 +192,7 @@ def _cpu_json(batch: int, seconds: float) -> dict[str, Any] | None:
     return {"batch": batch, "seconds_per_pass": seconds, "tokens_per_second": batch / seconds}
 
 
-def _as_text(setting: Setting, report: dict[str, Any]) -> str:
+def _as_text(setting: Setting, report: dict[str, Any], found: Comparison) -> str:
     gpu, requests = setting.hardware, setting.requests
     lines = [
         f"model     {report['model']}",
@@ -215,42 +205,9 @@ def _as_text(setting: Setting, report: dict[str, Any]) -> str:
         f"requests  {requests.context} prompt tokens, {requests.output} of the answer; as many as "
         "end begin",
         "",
-        f"{'':22}{'batch':>7}{'resident':>10}{'KV':>6}{'ACT':>6}{'on device':>11}{'rounds':>8}"
-        f"{'s/pass':>8}  {'bound':<9}{'tokens/s':>9}",
+        *table(found),
+        "",
+        *conclusion(found),
+        "modelled: nothing here was measured",
     ]
-    for way, found in report["ways"].items():
-        lines.append(f"{NAMES[way]:22}{_row(found) if found else '  does not fit'}")
-    cpu = report["cpu"]
-    shown = "  does not fit"
-    if cpu:
-        shown = f"{cpu['batch']:7}{'':41}{cpu['seconds_per_pass']:8.2f}  {'':9}"
-        shown += f"{cpu['tokens_per_second']:9.1f}"
-    lines += [f"{NAMES['cpu']:22}{shown}", "", *_conclusion(report)]
     return "\n".join(lines)
-
-
-def _row(found: dict[str, Any]) -> str:
-    tokens = found["tokens"]
-    whole = sum(tokens.values())
-    kv = (tokens["host_kv"] + tokens["device_kv"]) / whole
-    device = (tokens["device_act"] + tokens["device_kv"]) / whole
-    return (
-        f"{found['batch']:7}{found['resident_layers']:10}{kv:6.0%}{1 - kv:6.0%}{device:11.0%}"
-        f"{found['rounds']:8}{found['seconds_per_pass']:8.2f}  {found['bound']:<9}"
-        f"{found['tokens_per_second']:9.1f}"
-    )
-
-
-def _conclusion(report: dict[str, Any]) -> list[str]:
-    fastest = report["fastest"]
-    found = report["ways"][fastest]
-    lines = [f"fastest without the CPU: {NAMES[fastest]}"]
-    if not found["link_seconds"]:
-        lines[0] += "; nothing crosses, because the weights and the state of this batch fit"
-    below, cpu = report["cpu_faster_below"], report["cpu"]
-    computes = f"a CPU that computes the rest ({CPU_GBPS:g} GB/s, {CPU_TFLOPS:g} TFLOP/s: assumed)"
-    if cpu and cpu["tokens_per_second"] >= found["tokens_per_second"]:
-        lines.append(f"{computes} generates more")
-    elif below > 1:
-        lines.append(f"below {below} requests {computes} is faster")
-    return [*lines, "modelled: nothing here was measured"]

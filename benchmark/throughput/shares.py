@@ -1,0 +1,256 @@
+"""Passes with state in host memory, by the share of tokens that are kept as hidden states.
+
+    python -m benchmark.throughput.shares --link-gbps 0.4 --json OUT    # a CPU, a throttled link
+    python -m benchmark.throughput.shares --shape llama-2-13b --shares 0,0.5,1    # a GPU
+    python -m benchmark.throughput.shares --rehearse
+
+Each share is an engine of its own (`--hc-throughput act:SHARE`), with all weights in host memory;
+so is the share that `best_split` (policy/hybrid.py) finds for these requests by the costs that the
+server measured. A pass brings all requests one token, and is timed from one iteration of the
+scheduler's loop to the next while all of them decode.
+
+The arm `offload` is `--hc-offload-gb` alone: the same passes with state on the device, and the
+first token of a conversation that has left it, restored and recomputed.
+
+With --link-gbps copies from host memory pass a token bucket (harness/throttled.py), which runs
+beside the computation as a GPU's link does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from benchmark import ROOT
+from benchmark.gpu.settings import SHAPES, make_shape, rehearsal
+from benchmark.harness import machine
+from benchmark.harness.cases import answer, run_case
+from benchmark.harness.cells import CellFile, rounded
+from benchmark.harness.core import FREE_LOADING
+from benchmark.harness.report import Table
+from benchmark.harness.throttled import ThrottledCopyStream
+from sglang_hc.policy.hybrid import best_split
+from sglang_hc.policy.streamed_pass import Load, StreamedModel
+
+ELEVEN = ",".join(f"{tenth / 10:g}" for tenth in range(11))
+OFFLOAD, PLANNED = "offload", "planned"
+HALF = "0.5"
+"""The share of the engine that measures the costs."""
+
+CPU_MODEL = ("demo", "--load-format dummy --json-model-override-args '{\"num_hidden_layers\": 4}'")
+"""A folder of models/, and flags that make it short enough."""
+
+NEW_TURN = 64
+"""Tokens of a conversation's new turn."""
+
+
+@contextlib.contextmanager
+def link_of(bytes_per_s: float | None) -> Iterator[None]:
+    """Engines that are built inside copy so fast from host memory, all together; None: as fast as
+    the machine does."""
+    if bytes_per_s is None:
+        yield
+        return
+    from sglang_hc.srt.hybrid import build as streamed
+    from sglang_hc.srt.model import offload, scratch_layer
+    from sglang_hc.srt.start import build
+
+    link = ThrottledCopyStream(bytes_per_s)
+    with contextlib.ExitStack() as patches:
+        for module in (streamed, offload, scratch_layer, build):
+            patches.enter_context(mock.patch.object(module, "copy_stream_for", lambda *_: link))
+        yield
+
+
+def measure(case: dict[str, Any]) -> dict[str, Any]:
+    """One engine. `pass_s`: the median of passes in which all requests decode."""
+    from benchmark.harness.core import Core
+
+    batch, prompt, new = case["requests"], case["prompt"], case["new"]
+    tokens = batch * (prompt + new) + 1024
+    arm = case["arm"]
+    words = ["--hc-offload-gb", "1000", "--max-total-tokens", str(tokens)]
+    words += ["--max-running-requests", str(batch), *shlex.split(case["server_args"])]
+    if arm == OFFLOAD:
+        words += ["--disable-overlap-schedule", "--hc-forms", "kv"]
+    else:
+        words += ["--hc-throughput", f"act:{arm},rounds:1,device-act-gb:0"]
+    with tempfile.TemporaryDirectory() as cache, link_of(case["bytes_per_s"]):
+        os.environ["XDG_CACHE_HOME"] = cache  # costs are measured here, with this link
+        core = Core(
+            *words, model=case["model"], profile=None if case["costs"] else str(FREE_LOADING),
+            SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE="0",
+            SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY="0",
+        )  # fmt: skip
+    runner = core.scheduler.tp_worker.model_runner
+    rng = random.Random(1)
+
+    def drawn(count: int) -> list[int]:
+        return [rng.randrange(3, 900) for _ in range(count)]
+
+    notes: list[tuple[float, bool]] = []
+
+    def noted(_: int) -> None:
+        scheduler = core.scheduler
+        together = len(scheduler.running_batch.reqs) == batch and not scheduler.waiting_queue
+        notes.append((time.perf_counter(), together and scheduler.chunked_req is None))
+
+    for _ in range(batch):
+        core.submit(drawn(prompt), new)
+    core.run(each_pass=noted)
+    full = [end - begin for (begin, a), (end, b) in pairwise(notes) if a and b]
+    found: dict[str, Any] = {"pass_s": statistics.median(full[1:]), "passes": len(full) - 1}
+    if arm == OFFLOAD:
+        return found | _returning(core, drawn(prompt), drawn)
+    found["model"] = dataclasses.asdict(runner.attn_backend.streamed.plan.model)
+    return found
+
+
+def _returning(core: Any, history: list[int], drawn: Any) -> dict[str, float]:
+    """Seconds until the first token of a new turn behind a history."""
+    core.ask(history, 1)
+    core.settle()
+    found: dict[str, float] = {"link_s": 0.0}
+    if core.model_state.cost is not None:
+        found["link_s"] = core.model_state.cost.weights * core.model_state.plan.num_layers
+    for arm, salt in (("restored_s", None), ("recomputed_s", "never stored")):
+        core.evict()
+        begin = time.perf_counter()
+        core.ask([*history, *drawn(NEW_TURN)], 1, salt)
+        found[arm] = time.perf_counter() - begin
+        core.settle()
+    return found
+
+
+def planned_share(model: StreamedModel, load: Load) -> float:
+    """What `best_split` finds where all weights cross and nothing stays on the device."""
+    split = best_split(model, load, 1, most_resident=0)
+    assert split is not None, "these requests do not fit"
+    return round(split.act / split.tokens, 3)
+
+
+def table_of(found: dict[str, dict[str, Any]], load: Load, share: float) -> Table:
+    """Measured beside modelled passes, and the planned one over the best of the others."""
+    measured = {arm: one["pass_s"] for arm, one in found.items() if arm != OFFLOAD}
+    best = min(seconds for arm, seconds in measured.items() if arm != PLANNED)
+    model = StreamedModel(**found[PLANNED]["model"])
+    rows = []
+    for arm, seconds in measured.items():
+        act = share if arm == PLANNED else float(arm)
+        split = best_split(model, load, 1, act=act, most_resident=0)
+        expected = "" if split is None else f"{1e3 * model.times(load, split).ahead:.0f}"
+        name = f"{share:.3f}, planned" if arm == PLANNED else arm
+        rows.append((name, f"{1e3 * seconds:.0f}", expected, f"{seconds / best:.2f}"))
+    columns = ("share of hidden states", "pass, ms", "modelled, ms", "over the best share")
+    return Table("shares", columns, tuple(rows))
+
+
+def run(file: CellFile, name: str, case: dict[str, Any]) -> dict[str, Any] | None:
+    """One engine, kept under a key; None when it failed."""
+    began = time.monotonic()
+    try:
+        found: dict[str, Any] = run_case(machine.module(__file__), case)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        file.failed(name, "the engine failed", str(error), time.monotonic() - began)
+        print(f"{name} failed: {error}", flush=True)
+        return None
+    file.add(name, {"arm": case["arm"], **found}, time.monotonic() - began)
+    print(f"{name}: a pass of {1e3 * found['pass_s']:.1f} ms", flush=True)
+    return found
+
+
+def parsed(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, help="with dummy weights (default: the demo's)")
+    parser.add_argument("--shares", default=ELEVEN)
+    parser.add_argument("--requests", type=int, default=12)
+    parser.add_argument("--prompt", type=int, default=384)
+    parser.add_argument("--new", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=1, help="engines of each share, in turns")
+    parser.add_argument("--link-gbps", type=float, help="of the token bucket, 1e9 bytes/s")
+    parser.add_argument("--server-args", default="", help="further SGLang flags")
+    parser.add_argument("--models", type=Path, default=ROOT / "models", help="where shapes go")
+    parser.add_argument("--cells", type=Path, help="keep every engine's times in this file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here, too")
+    parser.add_argument("--rehearse", action="store_true", help="tiny and short, for a CPU")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    args = parsed(words)
+    if args.case:
+        answer(measure(json.loads(args.case)))
+        return 0
+    about = machine.about("throughput-shares")
+    model, flags = CPU_MODEL
+    if args.shape is not None:
+        model = str(make_shape(args.shape, args.models).resolve())
+        flags = "--load-format dummy --dtype bfloat16"
+    if args.rehearse:
+        args.shape = args.shape or "llama-2-13b"
+        model = str(make_shape(args.shape, args.models).resolve())
+        flags = f"--load-format dummy --dtype float32 {rehearsal(args.shape)}"
+        args.shares, args.requests, args.prompt, args.new = HALF, 2, 48, 8
+    case = {
+        "model": model, "requests": args.requests, "prompt": args.prompt, "new": args.new,
+        "bytes_per_s": args.link_gbps and 1e9 * args.link_gbps,
+        "server_args": f"{flags} {args.server_args}".strip(), "costs": True,
+    }  # fmt: skip
+    load = Load(args.requests, args.requests * (args.prompt + args.new / 2), args.requests)
+    file = CellFile(args.cells, "throughput")
+    name = f"throughput/{'tiny ' if args.rehearse else ''}{args.shape or model}"
+    asked = run(file, f"{name}/costs", {**case, "arm": HALF})
+    if asked is None:
+        return 1
+    share = planned_share(StreamedModel(**asked["model"]), load)
+    arms = {one: one for one in args.shares.split(",")} | {PLANNED: str(share)}
+    if args.link_gbps is None:
+        arms[OFFLOAD] = OFFLOAD
+    found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
+    if HALF in found:
+        found[HALF].append(asked)
+    good = True
+    for number in range(args.rounds):
+        for arm, spec in arms.items():
+            if len(found[arm]) > number:
+                continue
+            costs = arm == OFFLOAD
+            one = run(file, f"{name}/{arm}/{number}", {**case, "arm": spec, "costs": costs})
+            good &= one is not None
+            found[arm] += [one] if one is not None else []
+    if not good:
+        return 1
+    medians = {
+        arm: {**ones[0], "pass_s": statistics.median(one["pass_s"] for one in ones)}
+        for arm, ones in found.items()
+    }
+    medians[PLANNED]["model"] = asked["model"]
+    table = table_of(medians, load, share)
+    print(table.markdown())
+    if args.json:
+        tables = {table.title: {"columns": table.head, "rows": table.rows}}
+        result = {**about, "tables": tables, "share": share, "engines": found}
+        args.json.write_text(json.dumps(rounded(result), indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

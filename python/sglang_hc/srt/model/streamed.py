@@ -1,0 +1,51 @@
+"""What is settled at load of a model whose running requests have their state in host memory
+(`--hc-throughput`)."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_hc.forms import StateShape
+from sglang_hc.policy.streaming import Streaming
+from sglang_hc.policy.streaming_plan import StreamingPlan
+from sglang_hc.srt.binding import arguments
+from sglang_hc.srt.model.families import LayerAdapter
+from sglang_hc.srt.model.scratch_layer import model_shape
+
+logger = logging.getLogger(__name__)
+
+STREAMED = "_hc_streamed"
+"""Attribute of SGLang's model that holds our `Streamed`."""
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """shape: of one layer's state. layers: adapters of the model's layers, None where nothing is
+    kept as hidden states. plan: what is expected of passes, where that is known."""
+
+    streaming: Streaming
+    shape: StateShape
+    layers: list[LayerAdapter] | None
+    plan: StreamingPlan | None = None
+
+
+def streamed_of(model: Any) -> Streamed | None:
+    """What was settled for SGLang's model; None where state stays on the device."""
+    return getattr(model, STREAMED, None)
+
+
+def begin_streaming(runner: Any, plan: StreamingPlan, layers: list[LayerAdapter] | None) -> None:
+    """Keep state as it was settled, and have SGLang count with as many slots. layers: None where
+    hidden states cannot be used."""
+    streaming = plan.streaming
+    arguments.set_pool_tokens(arguments.of(runner), streaming.tokens)
+    logger.info(
+        "sglang-hc: --hc-throughput: %d tokens in host memory, %d of them as hidden states (%d on "
+        "the device), and two places of %d tokens",
+        *(streaming.tokens, streaming.act_tokens, streaming.device_act, streaming.rows),
+    )
+    adapters = layers if streaming.act_tokens else None
+    streamed = Streamed(streaming, model_shape(runner), adapters, plan)
+    setattr(runner.model, STREAMED, streamed)
