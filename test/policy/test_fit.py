@@ -119,3 +119,15 @@ def test_a_batch_takes_what_its_parts_say(lengths):
 def test_another_form_takes_as_long_for_each_byte():
     half = Fit(1e-3, 1e-5, floor=2e-3).of_bytes(0.5)
     assert half == Fit(1e-3, 5e-6)
+
+
+@given(st.integers(1, 300), st.integers(0, 300), st.integers(1, 300))
+def test_a_sliding_window_counts_the_pairs_inside_it(new, context, window):
+    """Each token attends to the `window` tokens before it at most; half a token for itself."""
+    near = sum(min(place, window) for place in range(context, context + new))
+    fit = Fit(0.0, 0.0, per_near_pair=1.0, window=window)
+    assert near <= fit.attention(new, context) <= near + new / 2
+    whole = Fit(0.0, 0.0, 1.0)
+    if context + new <= window:
+        assert fit.seconds(new, context) == pytest.approx(whole.seconds(new, context))
+    assert fit.seconds(new, context) <= whole.seconds(new, context) * (1 + 1e-9)

@@ -23,12 +23,13 @@ NonNegative = Annotated[float, Meta(ge=0)]
 @dataclass(frozen=True)
 class Fit:
     """Seconds for one kind of work by its tokens: max(floor, fixed + per_token * new + per_pair *
-    pairs + per_context * context), and 0 for no tokens.
+    pairs + per_near_pair * near pairs + per_context * context), and 0 for no tokens.
 
     pairs = new * (context + new / 2): each new token attends to the context before it and, on
-    average, to half of the new tokens. per_context: K and V of the context are read, however few
-    the new tokens are. Without these two, for a copy or a projection, a line. floor: seconds that
-    no call undercuts, however few its tokens: the time to read the weights, or the fastest sample.
+    average, to half of the new tokens. near pairs: those less than `window` tokens apart, where
+    attention slides. per_context: K and V of the context are read, however few the new tokens are.
+    Without these three, for a copy or a projection, a line. floor: seconds that no call undercuts,
+    however few its tokens: the time to read the weights, or the fastest sample.
     """
 
     fixed: NonNegative
@@ -36,19 +37,29 @@ class Fit:
     per_pair: NonNegative = 0.0
     per_context: NonNegative = field(default=0.0, kw_only=True)
     floor: NonNegative = field(default=0.0, kw_only=True)
+    per_near_pair: NonNegative = field(default=0.0, kw_only=True)
+    window: NonNegative = field(default=0.0, kw_only=True)
 
     def seconds(self, new: float, context: float = 0.0) -> float:
         """Seconds for `new` >= 0 tokens behind `context` tokens."""
         if new <= 0:
             return 0.0
-        each = self.per_token + self.per_pair * (context + 0.5 * new)
-        return max(self.floor, self.fixed + new * each + self.per_context * context)
+        work = self.fixed + self.per_token * new + self.attention(new, context)
+        return max(self.floor, work)
 
     def attention(self, new: float, context: float) -> float:
         """The part of `seconds` that grows with the context and with the square of `new`."""
         if new <= 0:
             return 0.0
-        return self.per_pair * new * (context + 0.5 * new) + self.per_context * context
+        pairs = self.per_pair * new * (context + 0.5 * new)
+        if self.per_near_pair:
+            pairs += self.per_near_pair * (self._near(context + new) - self._near(context))
+        return pairs + self.per_context * context
+
+    def _near(self, tokens: float) -> float:
+        """Near pairs among the first tokens of a sequence."""
+        inside = min(tokens, self.window)
+        return inside * (tokens - 0.5 * inside)
 
     def batch(self, lengths: Iterable[tuple[int, int]]) -> tuple[float, float]:
         """Seconds for several (new, context) in one pass: attention, and everything else."""

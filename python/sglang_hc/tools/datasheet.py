@@ -129,6 +129,7 @@ def modelled_costs(
     if rates.disk is not None:
         copies[SourceTier.DISK] = copy(rates.disk)
     weight_seconds = shape.element_bytes / rates.memory
+    pair_seconds = shape.attention_flops_per_pair / rates.flops
     return CostModel(
         fingerprint=name,
         origin="data sheet",
@@ -141,8 +142,10 @@ def modelled_costs(
         prefill=Fit(
             0.0,
             (2 * shape.layer_params + shape.attention_flops_per_token) / rates.flops,
-            shape.attention_flops_per_pair / rates.flops,
+            (1 - shape.sliding_share) * pair_seconds,
             floor=shape.layer_params * weight_seconds + layer_overhead,
+            per_near_pair=shape.sliding_share * pair_seconds,
+            window=shape.sliding_window,
         ),
     )
 

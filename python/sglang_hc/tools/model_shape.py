@@ -75,6 +75,8 @@ class ModelShape:
     attention, and one token of its context, by the index.
     attention_flops_per_token: FLOPs for one query token, however long its context: with sparse
     attention to as many tokens as the index chooses, counted as if the context had them.
+    sliding_window, sliding_share: tokens that a query attends to at most in this share of the
+    layers; their state counts whole.
     """
 
     model_type: str
@@ -93,6 +95,8 @@ class ModelShape:
     dtype: str
     index_parts: tuple[int, ...] = ()
     attention_flops_per_token: int = 0
+    sliding_window: int = 0
+    sliding_share: float = 0.0
 
     @property
     def is_latent(self) -> bool:
@@ -159,6 +163,7 @@ class _Reader:
         kv_width = kv_heads * head_dim
         kv_projection = 2 * hidden * kv_width
         attention = 2 * hidden * heads * head_dim + kv_projection
+        window, sliding = self._window(layers)
         return ModelShape(
             model_type=self._type,
             attention="MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else "GQA",
@@ -174,6 +179,8 @@ class _Reader:
             kv_projection_params=kv_projection,
             attention_flops_per_pair=4 * heads * head_dim,
             dtype=self._dtype(dtype),
+            sliding_window=window,
+            sliding_share=sliding / layers,
         )
 
     def _latent(self, layers: int, hidden: int, heads: int, dtype: str) -> ModelShape:
@@ -261,6 +268,20 @@ class _Reader:
         if kv_heads > heads or heads % kv_heads:
             raise self._bad("num_key_value_heads", f"must divide {heads} attention heads", kv_heads)
         return kv_heads
+
+    def _window(self, layers: int) -> tuple[int, int]:
+        """Width of a sliding window, and how many layers have it."""
+        width = self._optional("sliding_window")
+        used = self._config.get("use_sliding_window", not self._type.startswith("qwen"))
+        if not width or not used:
+            return 0, 0
+        kinds = self._config.get("layer_types")
+        if kinds:
+            return width, min(layers, sum(kind == "sliding_attention" for kind in kinds))
+        if self._type.startswith("qwen"):
+            return width, max(0, layers - (self._optional("max_window_layers") or 0))
+        step = self._optional("sliding_window_pattern") or (2 if self._type == "gemma2" else 0)
+        return width, layers - (layers // step if step else 0)
 
     def _embedding_params(self, hidden: int) -> int:
         tied = self._config.get("tie_word_embeddings", self._type in _TIED)

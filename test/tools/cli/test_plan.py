@@ -10,7 +10,7 @@ from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import best_split, from_below
 from sglang_hc.tools.cli.main import main
-from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
+from sglang_hc.tools.datasheet import datasheet_costs, known_gpus, load_hardware
 from support.papers import DEEPSEEK_V32, LLAMA2_7B, LLAMA31_8B, SHAPE
 from support.waiting import HANGS_S
 
@@ -85,6 +85,24 @@ def test_the_planners_page_shows_what_the_command_prints(model, capsys):
     shown = [line[4:] for line in rest.partition("\nA `config.json`")[0].splitlines() if line]
     assert len(shown) >= 5
     assert all(line in printed for line in shown), "in this order"
+
+
+def test_mistral_with_its_window_takes_the_times_of_attentionstore_figure_25(
+    model, plan, tmp_path
+):
+    """28K tokens on an A100 at 185 TFLOP/s: the paper's first tokens take 2.5 and 0.12 s."""
+    gpu = json.loads(known_gpus()["A100-40G"]) | {"name": "AttentionStore's"}
+    gpu["fp16_tflops"] = {"value": 185, "origin": "measured"}
+    gpu["flop_fraction"] = {"value": 1, "origin": "measured"}
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps(gpu))
+    mistral = LLAMA31_8B | dict(model_type="mistral", sliding_window=4096)
+    words = ("--gpu", str(path), "--link-gbps", "26", "--context", "28672")
+    seconds = plan("--model", model(mistral), *words)["restore_seconds"]
+    assert 2.2 <= seconds["recompute"] <= 2.8 and 0.10 <= seconds["kv"] <= 0.16
+    without = plan("--model", model(mistral | dict(sliding_window=None)), *words)
+    assert without["restore_seconds"]["recompute"] > 3
+    assert without["restore_seconds"]["kv"] == seconds["kv"]
 
 
 def test_from_a_disk_that_is_too_slow_nothing_is_read(model, capsys):
