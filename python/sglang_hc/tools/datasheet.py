@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
-from sglang_hc.errors import ConfigError, decode_json
+from sglang_hc.errors import ConfigError, decode_json, read_text
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit
 from sglang_hc.policy.streamed_pass import StreamedModel
@@ -73,11 +73,8 @@ def load_hardware(name_or_path: str) -> Hardware:
         raise ConfigError(
             f"unknown GPU {name_or_path!r}: give one of {', '.join(known)}, or a profile file"
         )
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as cause:
-        raise ConfigError(f"GPU profile {name_or_path}: cannot be read ({cause})") from cause
-    return parse_hardware(text, f"GPU profile {name_or_path}")
+    where = f"GPU profile {name_or_path}"
+    return parse_hardware(read_text(path, where), where)
 
 
 def parse_hardware(text: str, where: str) -> Hardware:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_hc.errors import ConfigError, decode_json
+from sglang_hc.errors import ConfigError, decode_json, read_text
 from sglang_hc.forms import StateShape, index_parts
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -52,11 +52,7 @@ def read_model_config(model: str) -> tuple[dict[str, Any], str]:
         path = path / "config.json"
     if not path.is_file():
         raise ConfigError(f"{path} does not exist; give a folder with a config.json, or the file")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error})") from None
-    return decode_json(text, dict[str, Any], str(path)), str(path)
+    return decode_json(read_text(path, str(path)), dict[str, Any], str(path)), str(path)
 
 
 @dataclass(frozen=True)
