@@ -94,6 +94,9 @@ def test_a_file_that_is_no_json_or_not_there(load, tmp_path):
         load_prices(str(tmp_path / "bytes"))
 
 
-def test_a_gpu_without_a_price():
-    with pytest.raises(ConfigError, match="no price for GPU 'B300', only for A100-40G, A100-80G"):
+def test_a_gpu_without_a_price(load):
+    with pytest.raises(ConfigError, match="are of A100-40G, A100-80G; add one of 'B300' to gpu_h"):
         load_prices("aws").hour("B300")
+    with pytest.raises(ConfigError, match="are of A100-40G, A100-80G; say which it is"):
+        load_prices("aws").hour(None)
+    assert load(json.dumps(SAMPLE)).hour(None) == 3.5

@@ -27,16 +27,21 @@ class Prices(Struct, frozen=True, forbid_unknown_fields=True):
     dram_gb_hour: Price
     ssd_gb_hour: Price
 
-    def hour(self, gpu: str, gpus: int = 1, dram: float = 0.0, ssd: float = 0.0) -> float:
-        """An hour of a machine with so many GPUs of this name, in any case, and bytes for state.
-        Raises ConfigError that lists the GPUs with a price."""
-        found = {name.lower(): price for name, price in self.gpu_hour.items()}
-        if gpu.lower() not in found:
+    def hour(self, gpu: str | None, gpus: int = 1, dram: float = 0.0, ssd: float = 0.0) -> float:
+        """An hour of a machine with so many GPUs and bytes for state. gpu: its name in any case;
+        None for the only one that has a price. Raises ConfigError that lists those that have."""
+        found = [
+            price
+            for name, price in self.gpu_hour.items()
+            if gpu is None or name.lower() == gpu.lower()
+        ]
+        if len(found) != 1:
             raise ConfigError(
-                f"no price for GPU {gpu!r}, only for {', '.join(self.gpu_hour)}; add it to gpu_hour"
+                f"prices of GPUs are of {', '.join(self.gpu_hour)}; "
+                + ("say which it is" if gpu is None else f"add one of {gpu!r} to gpu_hour")
             )
         storage = dram * self.dram_gb_hour + ssd * self.ssd_gb_hour
-        return gpus * found[gpu.lower()] + storage / 1e9
+        return gpus * found[0] + storage / 1e9
 
 
 def load_prices(name_or_path: str) -> Prices:
