@@ -99,7 +99,7 @@ THIRTEEN = replace(TESTBED[1], ssds=1)
 def costs(system: System) -> CostModel:
     card, gpus = system.card, system.gpus
     rates = Rates(card.flops * gpus, card.memory_bandwidth * gpus, system.link, None)
-    cost = modelled_costs(str(system), system.shape, rates, system.work)
+    cost = modelled_costs(str(system), system.shape, rates)
     floor = cost.prefill.floor + system.work
     return replace(cost, prefill=replace(cost.prefill, floor=floor))
 
@@ -175,13 +175,12 @@ def mean_first_token(system: System, arm: str) -> float:
 def busy(system: System, arm: str) -> float:
     """Mean seconds of a round on a full device where nothing runs beside a restoration: first
     token, and its part of the decode steps of the batch that the device has room for."""
-    shape, step = system.shape, costs(system).step
-    assert step is not None
+    shape = system.shape
     room = system.free / (shape.num_layers * shape.state_shape().kv_bytes)
     batch = room / fmean(one.context + one.question + one.answer / 2 for one in rounds())
-    seconds = shape.num_layers * step.seconds(round(batch), room)
-    decoding = fmean(one.answer for one in rounds()) * seconds / batch
-    return decoding + mean_first_token(system, arm)
+    step = shape.num_layers * costs(system).prefill.floor
+    step += system.free / (system.gpus * system.card.memory_bandwidth)
+    return fmean(one.answer for one in rounds()) * step / batch + mean_first_token(system, arm)
 
 
 @cache

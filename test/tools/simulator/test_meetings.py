@@ -185,7 +185,7 @@ def test_the_simulator_prices_as_the_plan_does() -> None:
     model = load_model("llama-13b", "hidden", gpus=1)
     costs, sheet = GpuCosts(model, machine), datasheet_costs(hardware, model.shape, 26e9, 6.9e9)
     assert costs.cost.copies == sheet.copies and costs.cost.project == sheet.project
-    assert costs.cost.prefill == sheet.prefill
+    assert costs.cost.prefill.floor == sheet.prefill.floor + model.layer_overhead
     assert costs.prefill_seconds(4096, 64) == pytest.approx(40 * sheet.prefill_layer(4096, 64))
     plan = costs.restored(1024, 0, 64)
     times = costs.cost.layer_times(SourceTier.HOST, 1024, new=64)
