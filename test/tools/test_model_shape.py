@@ -129,25 +129,6 @@ def test_paper_formulas_follow_for_multi_head_attention():
     assert shape.attention_flops_per_pair == 4 * 4096
 
 
-@pytest.mark.parametrize(
-    ("config", "layers"),
-    [
-        (dict(model_type="mistral"), 32),
-        (dict(model_type="mistral", sliding_window=None), 0),
-        (dict(model_type="gemma2"), 16),
-        (dict(model_type="gemma3", sliding_window_pattern=6), 27),
-        (dict(layer_types=["sliding_attention", "full_attention"] * 16), 16),
-        (dict(model_type="qwen2", use_sliding_window=False, max_window_layers=28), 0),
-        (dict(model_type="qwen2", use_sliding_window=True, max_window_layers=28), 4),
-    ],
-)
-def test_layers_whose_attention_slides(config, layers):
-    """As Transformers reads these fields."""
-    shape = ModelShape.from_config(LLAMA31_8B | dict(sliding_window=4096) | config)
-    assert shape.windowed == pytest.approx(layers / 32)
-    assert shape.window == 4096 or not layers
-
-
 def test_sparse_attention_costs_its_index_and_the_tokens_that_it_chooses():
     """In the latent space: a query and a row have 576 elements, a value the 512 of the latent."""
     dense, sparse = map(ModelShape.from_config, (DEEPSEEK_V3, DEEPSEEK_V32))
