@@ -8,19 +8,15 @@ fitted to the three averages of section 5.2 (see ASSUMED); everything else follo
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 from scipy.optimize import minimize_scalar
 
-from benchmark.harness import machine
-from benchmark.harness.cells import rounded
+from benchmark.harness.modelled import json_option, publish, table
 from benchmark.harness.report import Table
 from sglang_hc.policy.hybrid import Allocation, allocate, best_split, device_room
 from sglang_hc.policy.streamed_pass import Load, Split, StreamedModel
@@ -209,7 +205,7 @@ def figure_12() -> Table:
         for size in OPT
         for prompt in PROMPTS
     ]
-    return _table("figure-12", ("model", "prompt", *(f"{one}, tokens/s" for one in SYSTEMS)), rows)
+    return table("figure-12", ("model", "prompt", *(f"{one}, tokens/s" for one in SYSTEMS)), rows)
 
 
 def averages() -> Table:
@@ -223,7 +219,7 @@ def averages() -> Table:
         ("algorithm 1 over FlexGen", "2.19", gain("algorithm 1", FLEXGEN)),
         ("hybrid over a FlexGen that fills the link", "", gain("hybrid", FILLED)),
     ]
-    return _table(
+    return table(
         "figure-12-averages",
         ("figure 12", "paper", "modelled"),
         [[name, paper, f"{found:.2f}"] for name, paper, found in said],
@@ -238,7 +234,7 @@ def figure_13() -> Table:
             [str(batch), said, f"{max(found):.2f}", ", ".join(f"{each:.2f}" for each in found)]
         )
     columns = ("figure 13: batch", "paper, up to", "modelled, up to", "modelled, by prompt")
-    return _table("figure-13", columns, rows)
+    return table("figure-13", columns, rows)
 
 
 def reduction(batch: int, prompt: int) -> float:
@@ -271,26 +267,14 @@ def figure_15() -> Table:
         "figure 15, over ACT", "1:1, paper", "1:1", "policies, paper", "algorithm 1", "best share",
         "KV for each ACT, paper", "KV for each ACT, algorithm 1",
     )  # fmt: skip
-    return _table("figure-15", columns, rows)
-
-
-def _table(name: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    return Table(name, tuple(columns), tuple(map(tuple, rows)))
+    return table("figure-15", columns, rows)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables here, too")
-    args = parser.parse_args(words)
-    assumed = _table("assumed", ("assumed",), [[one] for one in ASSUMED])
+    path = json_option(words, __doc__)
+    assumed = table("assumed", ("assumed",), [[one] for one in ASSUMED])
     tables = [assumed, averages(), figure_12(), figure_13(), figure_15()]
-    print("Modelled: nothing here was measured.")
-    for table in tables:
-        print("", table.markdown(), sep="\n")
-    if args.json:
-        found = {table.title: {"columns": table.head, "rows": table.rows} for table in tables}
-        result = {**machine.about("throughput"), "tables": found}
-        args.json.write_text(json.dumps(rounded(result), indent=1) + "\n")
+    publish("throughput", tables, path)
     return 0
 
 

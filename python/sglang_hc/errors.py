@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -11,6 +12,14 @@ T = TypeVar("T")
 
 class ConfigError(ValueError):
     """A bad option or file. The message names it and the remedy."""
+
+
+def read_text(path: Path, where: str) -> str:
+    """The text of a user's file. Raises ConfigError that begins with `where`."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as cause:
+        raise ConfigError(f"{where}: cannot be read ({cause})") from cause
 
 
 def decode_json(text: str | bytes, kind: type[T], where: str) -> T:

@@ -15,6 +15,7 @@ from sglang_hc import profile_file
 from sglang_hc.config import HcConfig
 from sglang_hc.errors import ConfigError, decode_json
 from sglang_hc.tools.datasheet import parse_hardware
+from sglang_hc.tools.price_file import Prices
 from sglang_hc.tools.workloads.traces import READERS, TokenIds, TraceError
 from support.json_values import json_values
 
@@ -25,7 +26,7 @@ FIELDS = st.sampled_from(
      "Timestamp", "Request tokens", "Response tokens", "Session ID", "conversations", "from",
      "value", "id", "format", "version", "name", "flops", "copies", "project", "prefill", "fixed",
      "ahead", "fingerprint", "session", "ttl_s", "input_ids", "namespace", "text", "forms",
-     "disk", "overflow"]
+     "disk", "overflow", "currency", "source", "gpu_hour"]
 )  # fmt: skip
 OBJECTS = st.dictionaries(FIELDS, JSON, max_size=8)
 TEXTS = OBJECTS.map(json.dumps) | JSON.map(json.dumps) | st.text(max_size=200)
@@ -41,6 +42,7 @@ def read_hc_body(name: str) -> Callable[[str], Any]:
 READ: dict[str, Callable[[str], Any]] = {
     "profile": lambda text: profile_file.decode(text, "the file"),
     "data sheet": lambda text: parse_hardware(text, "the file"),
+    "price file": lambda text: decode_json(text, Prices, "the file"),
     "CONFIG_ENV": HcConfig.from_json,
     "model config": lambda text: decode_json(text, dict[str, Any], "the file"),
     "/hc/pin": read_hc_body("pin"),

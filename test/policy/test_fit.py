@@ -25,6 +25,14 @@ def test_the_terms_of_a_prefill_are_told_apart(per_token, per_pair, per_context)
         assert fit.seconds(new, context) == pytest.approx(truth.seconds(new, context), rel=1e-2)
 
 
+@given(st.integers(1, 300), st.integers(0, 300), st.integers(1, 300))
+def test_a_sliding_window_counts_the_pairs_inside_it(new, context, window):
+    """Each token attends to the `window` tokens before it at most, and to half of itself."""
+    near = sum(min(place, window) for place in range(context, context + new))
+    fit = Fit(0.0, 0.0, 1.0, window=window, windowed=1.0)
+    assert near <= fit.attention(new, context) <= near + new / 2
+
+
 @given(st.lists(st.tuples(st.sampled_from(SIZES), seconds), min_size=2, max_size=12))
 def test_more_tokens_never_cost_less_whatever_the_samples(samples):
     if len({n for n, _ in samples}) < 2:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
-from sglang_hc.errors import ConfigError, decode_json
+from sglang_hc.errors import ConfigError, decode_json, read_text
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit
 from sglang_hc.policy.streamed_pass import ROUND_SECONDS, StreamedModel
@@ -73,11 +74,8 @@ def load_hardware(name_or_path: str) -> Hardware:
         raise ConfigError(
             f"unknown GPU {name_or_path!r}: give one of {', '.join(known)}, or a profile file"
         )
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as cause:
-        raise ConfigError(f"GPU profile {name_or_path}: cannot be read ({cause})") from cause
-    return parse_hardware(text, f"GPU profile {name_or_path}")
+    where = f"GPU profile {name_or_path}"
+    return parse_hardware(read_text(path, where), where)
 
 
 def parse_hardware(text: str, where: str) -> Hardware:
@@ -93,7 +91,9 @@ def datasheet_costs(
 ) -> CostModel:
     """Costs of one GPU at `hardware.flops`; see `modelled_costs`."""
     rates = Rates(hardware.flops, hardware.memory_bandwidth, link, disk)
-    return modelled_costs(f"data sheet: {hardware.name}, {shape.describe()}", shape, rates)
+    cost = modelled_costs(f"data sheet: {hardware.name}, {shape.describe()}", shape, rates)
+    prefill = replace(cost.prefill, window=shape.window, windowed=shape.windowed)
+    return replace(cost, prefill=prefill)
 
 
 class Rates(NamedTuple):

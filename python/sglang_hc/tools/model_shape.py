@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_hc.errors import ConfigError, decode_json
+from sglang_hc.errors import ConfigError, decode_json, read_text
 from sglang_hc.forms import StateShape, index_parts
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -33,6 +33,9 @@ _PLAIN_FFN = _FOURFOLD_FFN | {"opt", "phi", "gpt_neox", "starcoder2", "nemotron"
 _TIED = {"gpt2", "opt", "bloom", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text"}
 """Families whose output is their embedding when the config does not say."""
 
+_PATTERN = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
+"""Families of which each n-th layer attends to everything when the config does not say."""
+
 _ATTENTION = {
     "full_attention", "sliding_attention", "chunked_attention", "indexed_attention",
 }  # fmt: skip
@@ -45,6 +48,13 @@ _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 _DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32"}
 
 
+def element_bytes(dtype: str) -> int:
+    """Of an element type by its name. Raises ConfigError."""
+    if dtype not in _BYTES:
+        raise ConfigError(f"element type {dtype} is none of {', '.join(_BYTES)}")
+    return _BYTES[dtype]
+
+
 def read_model_config(model: str) -> tuple[dict[str, Any], str]:
     """The parsed config.json, and its path. Raises ConfigError that names the path."""
     path = Path(model)
@@ -52,11 +62,7 @@ def read_model_config(model: str) -> tuple[dict[str, Any], str]:
         path = path / "config.json"
     if not path.is_file():
         raise ConfigError(f"{path} does not exist; give a folder with a config.json, or the file")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error})") from None
-    return decode_json(text, dict[str, Any], str(path)), str(path)
+    return decode_json(read_text(path, str(path)), dict[str, Any], str(path)), str(path)
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,8 @@ class ModelShape:
     attention, and one token of its context, by the index.
     attention_flops_per_token: FLOPs for one query token, however long its context: with sparse
     attention to as many tokens as the index chooses, counted as if the context had them.
+    window, windowed: a share `windowed` of the layers attends to the last `window` tokens only.
+    vocab: words of the output; 0 where the config does not say.
     """
 
     model_type: str
@@ -93,6 +101,9 @@ class ModelShape:
     dtype: str
     index_parts: tuple[int, ...] = ()
     attention_flops_per_token: int = 0
+    window: int = 0
+    windowed: float = 0.0
+    vocab: int = 0
 
     @property
     def is_latent(self) -> bool:
@@ -101,7 +112,7 @@ class ModelShape:
 
     @property
     def element_bytes(self) -> int:
-        return _BYTES[self.dtype]
+        return element_bytes(self.dtype)
 
     def state_shape(self) -> StateShape:
         """Sizes in bytes of an unsharded model."""
@@ -159,6 +170,7 @@ class _Reader:
         kv_width = kv_heads * head_dim
         kv_projection = 2 * hidden * kv_width
         attention = 2 * hidden * heads * head_dim + kv_projection
+        window, windowed = self._window(layers)
         return ModelShape(
             model_type=self._type,
             attention="MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else "GQA",
@@ -174,6 +186,9 @@ class _Reader:
             kv_projection_params=kv_projection,
             attention_flops_per_pair=4 * heads * head_dim,
             dtype=self._dtype(dtype),
+            window=window,
+            windowed=windowed,
+            vocab=self._optional("vocab_size") or 0,
         )
 
     def _latent(self, layers: int, hidden: int, heads: int, dtype: str) -> ModelShape:
@@ -204,6 +219,7 @@ class _Reader:
             kv_projection_params=kv_projection,
             attention_flops_per_pair=2 * heads * (nope + rope + value),
             dtype=self._dtype(dtype),
+            vocab=self._optional("vocab_size") or 0,
         )
         chosen = self._optional("index_topk")
         return dense if chosen is None else self._sparse(dense, chosen, q_rank)
@@ -261,6 +277,19 @@ class _Reader:
         if kv_heads > heads or heads % kv_heads:
             raise self._bad("num_key_value_heads", f"must divide {heads} attention heads", kv_heads)
         return kv_heads
+
+    def _window(self, layers: int) -> tuple[int, float]:
+        """Tokens of a sliding window, and the share of the layers that have it."""
+        window = self._optional("sliding_window", "sliding_window_size") or 0
+        if not window or self._config.get("use_sliding_window") is False:
+            return 0, 0.0
+        kinds = self._config.get("layer_types")
+        if kinds:
+            return window, list(kinds).count("sliding_attention") / len(kinds)
+        first = self._optional("max_window_layers") if "use_sliding_window" in self._config else 0
+        step = self._optional("sliding_window_pattern") or _PATTERN.get(self._type)
+        whole = layers // step if step else min(layers, first or 0)
+        return window, 1 - whole / layers
 
     def _embedding_params(self, hidden: int) -> int:
         tied = self._config.get("tie_word_embeddings", self._type in _TIED)

@@ -10,7 +10,7 @@ from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import best_split, from_below
 from sglang_hc.tools.cli.main import main
-from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
+from sglang_hc.tools.datasheet import datasheet_costs, known_gpus, load_hardware
 from support.papers import DEEPSEEK_V32, LLAMA2_7B, LLAMA31_8B, SHAPE
 from support.waiting import HANGS_S
 
@@ -87,10 +87,43 @@ def test_the_planners_page_shows_what_the_command_prints(model, capsys):
     assert all(line in printed for line in shown), "in this order"
 
 
+def test_mistral_with_its_window_takes_the_times_of_attentionstore_figure_25(model, plan, tmp_path):
+    """28K tokens on an A100 at 185 TFLOP/s: the paper's first tokens take 2.5 and 0.12 s."""
+    gpu = json.loads(known_gpus()["A100-40G"]) | {"name": "AttentionStore's"}
+    gpu["fp16_tflops"] = {"value": 185, "origin": "measured"}
+    gpu["flop_fraction"] = {"value": 1, "origin": "measured"}
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps(gpu))
+    mistral = LLAMA31_8B | dict(model_type="mistral", sliding_window=4096)
+    words = ("--gpu", str(path), "--link-gbps", "26", "--context", "28672")
+    seconds = plan("--model", model(mistral), *words)["restore_seconds"]
+    assert 2.2 <= seconds["recompute"] <= 2.8 and 0.10 <= seconds["kv"] <= 0.16
+    without = plan("--model", model(mistral | dict(sliding_window=None)), *words)
+    assert without["restore_seconds"]["recompute"] > 3
+    assert without["restore_seconds"]["kv"] == seconds["kv"]
+
+
 def test_from_a_disk_that_is_too_slow_nothing_is_read(model, capsys):
     assert main(["plan", "--model", model(), "--gpu", "H200", "--disk-gbps", "0.1"]) == 0
     from_disk = capsys.readouterr().out.partition("from disk: recompute:32")[2]
     assert "bottleneck: compute (copy works 0.0 us" in from_disk and "read" not in from_disk
+
+
+@pytest.mark.parametrize("gbps", ["6.9", "500"])
+def test_a_disk_straight_to_the_gpu_is_a_link_of_its_rate(model, plan, gbps):
+    """Not above the link's own; nothing is computed while it reads."""
+    words = ("--model", model(), "--gpu", "A100-40G", "--context", "1024")
+    out = plan(*words, "--disk-gbps", gbps, "--direct")
+    link = str(min(32.0, float(gbps)))
+    assert out["tiers"]["disk"] == plan(*words, "--link-gbps", link)["tiers"]["host"]
+    assert out["tiers"]["host"] == plan(*words)["tiers"]["host"]
+    assert (out["direct"], out["tiers"]["disk"]["computed_while_read_tokens"]) == (True, 0)
+
+
+def test_without_new_tokens_the_first_token_is_the_restoration(model, plan):
+    out = plan("--model", model(), "--gpu", "A30", "--new-tokens", "0", "--disk-gbps", "6.9")
+    for tier in out["tiers"].values():
+        assert tier["ttft_seconds"] == tier["restore_seconds"]
 
 
 @pytest.mark.parametrize(
@@ -143,6 +176,7 @@ def test_sparse_attention_is_planned_as_a_server_serves_it(model, plan, capsys):
         (["--link-gbps", "26e9"], "--link-gbps '26e9': give a number"),
         (["--disk-gbps", "0"], "--disk-gbps '0': give a number"),
         (["--disk-gbps=-3"], "--disk-gbps '-3': give a number"),
+        (["--direct"], "--direct: give the rate of the disks as --disk-gbps"),
         (["--context", "0"], "--context '0': give a whole number from 1 to 100000000"),
         (["--context", "1.5"], "--context '1.5': give a whole number"),
         (["--new-tokens", "many"], "--new-tokens 'many': give a whole number"),

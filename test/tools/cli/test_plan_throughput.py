@@ -126,6 +126,7 @@ def test_what_does_not_fit_is_said(plan):
         ([*MACHINE, "--link-gbps", "0"], "--link-gbps '0': give a number from 1e-06"),
         ([*MACHINE, "--disk-gbps", "7"], "--disk-gbps: --throughput does not use it; leave it out"),
         ([*MACHINE, "--new-tokens", "7"], "--new-tokens: --throughput does not use it"),
+        ([*MACHINE, "--direct"], "--direct: --throughput does not use it"),
         ([*MACHINE, "--gpu", "B300"], "--gpu: unknown GPU 'B300': give one of 4090"),
         ([*MACHINE, "--host-gb", "50", "--device-gb", "4"], "--host-gb 50, --device-gb 4: not one "
          "request fits; the layers have 59.2 GB, one request 1.5, and two layers on the device 2.5 "

@@ -16,7 +16,7 @@ from sglang_hc.policy.makespan import LayerTimes, makespan
 from sglang_hc.policy.meeting import Split, best_split, from_below
 from sglang_hc.policy.throughput import DEFAULT_CONTEXT as PROMPT
 from sglang_hc.tools.cli import plan_ends, throughput
-from sglang_hc.tools.cli.main import blaming, count, number
+from sglang_hc.tools.cli.main import UsageError, blaming, count, number
 from sglang_hc.tools.datasheet import Hardware, datasheet_costs, load_hardware
 from sglang_hc.tools.model_ends import kept_shape
 from sglang_hc.tools.model_shape import ModelShape, read_model_config
@@ -54,6 +54,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="all disks together, 1e9 bytes/s; without it there is no plan for disk",
     )
     parser.add_argument(
+        "--direct",
+        action="store_true",
+        help="from disk straight to the GPU, layer by layer as in HCache; a server reads into host "
+        "memory and computes meanwhile",
+    )
+    parser.add_argument(
         "--context",
         metavar="N",
         help=f"history tokens to restore (default: {DEFAULT_CONTEXT}, half of the conversations in "
@@ -63,7 +69,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--new-tokens",
         metavar="N",
-        help=f"tokens of the new prompt, for the TTFT (default: {DEFAULT_NEW})",
+        help=f"tokens of the new prompt, for the TTFT; 0 plans for the restoration alone (default: "
+        f"{DEFAULT_NEW})",
     )
     throughput.configure(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, times in seconds")
@@ -86,10 +93,10 @@ def run(args: argparse.Namespace) -> int:
     throughput.refuse_options(args)
     disk = None if args.disk_gbps is None else _gbps("--disk-gbps", args.disk_gbps)
     context, new = (
-        default if given is None else count(option, given, high=MAX_TOKENS)
-        for option, given, default in (
-            ("--context", args.context, DEFAULT_CONTEXT),
-            ("--new-tokens", args.new_tokens, DEFAULT_NEW),
+        default if given is None else count(option, given, low, MAX_TOKENS)
+        for option, given, default, low in (
+            ("--context", args.context, DEFAULT_CONTEXT, 1),
+            ("--new-tokens", args.new_tokens, DEFAULT_NEW, 0),
         )
     )
     if shape is None:
@@ -97,13 +104,21 @@ def run(args: argparse.Namespace) -> int:
         rates = {"host": link} | ({} if disk is None else {"disk": disk})
         print(plan_ends.report(kept, context, rates, as_json=args.json))
         return 0
-    cost = datasheet_costs(hardware, shape, link * 1e9, None if disk is None else disk * 1e9)
-    reports = {tier: _report(cost, shape, tier, context, new) for tier in cost.copies}
+    staged = None if disk is None or args.direct else disk * 1e9
+    cost = datasheet_costs(hardware, shape, link * 1e9, staged)
+    reports = {tier: report_of(cost, shape, tier, context, new) for tier in cost.copies}
+    if args.direct:
+        if disk is None:
+            raise UsageError("--direct: give the rate of the disks as --disk-gbps")
+        # What a GPU reads by itself is to it like host memory behind a slower link.
+        straight = datasheet_costs(hardware, shape, min(link, disk) * 1e9)
+        reports[SourceTier.DISK] = report_of(straight, shape, SourceTier.HOST, context, new)
     setting = {
         "model": shape.describe(),
         "gpu": hardware.name,
         "link_gbps": link,
         "disk_gbps": disk,
+        "direct": args.direct,
         "context": context,
         "new_tokens": new,
     }
@@ -145,7 +160,11 @@ class Report:
         return "copy" if self.copy_busy > self.compute_busy else "compute"
 
 
-def _report(cost: CostModel, shape: ModelShape, tier: SourceTier, context: int, new: int) -> Report:
+def report_of(
+    cost: CostModel, shape: ModelShape, tier: SourceTier, context: int, new: int
+) -> Report:
+    """How a history of `context` tokens comes back from `tier`, and `new` tokens behind it run.
+    Raises KeyError for a tier that `cost` does not know."""
     state = shape.state_shape()
     layers = state.num_layers
     alone = cost.layer_times(tier, context)
@@ -248,17 +267,19 @@ def _as_text(setting: dict[str, Any], hardware: Hardware, reports: dict[SourceTi
         f"request  {setting['context']} history tokens, {setting['new_tokens']} new",
     ]
     for tier, report in reports.items():
-        lines += ["", *_tier_text(tier, report)]
+        straight = setting["direct"] and tier is SourceTier.DISK
+        source = f"{tier.value} straight to the GPU" if straight else tier.value
+        lines += ["", *_tier_text(source, report)]
     return "\n".join(lines)
 
 
-def _tier_text(tier: SourceTier, report: Report) -> list[str]:
+def _tier_text(source: str, report: Report) -> list[str]:
     chosen = report.ways["plan"]
     names = {"plan": str(chosen.plan), "hidden": "hidden only", "kv": "KV only"}
     names["recompute"] = "recompute"
     width = max(map(len, names.values()))
     lines = [
-        f"from {tier.value}: {chosen.plan}",
+        f"from {source}: {chosen.plan}",
         f"  {'':{width}}  {'restore':>10}  {'vs plan':>7}  {'TTFT':>10}  {'bytes/token':>11}",
     ]
     for key, name in names.items():

@@ -118,8 +118,8 @@ def run(args: argparse.Namespace, shape: ModelShape, hardware: Hardware, link: f
 
 
 def _read(args: argparse.Namespace, shape: ModelShape, hardware: Hardware, link: float) -> Setting:
-    for option, given in (("--disk-gbps", args.disk_gbps), ("--new-tokens", args.new_tokens)):
-        if given is not None:
+    for option in ("--disk-gbps", "--new-tokens", "--direct"):
+        if getattr(args, option[2:].replace("-", "_")):
             raise UsageError(f"{option}: --throughput does not use it; leave it out")
     if args.host_gb is None:
         raise UsageError("--throughput: give the host memory for weights and state as --host-gb")
