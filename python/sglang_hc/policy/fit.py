@@ -29,6 +29,8 @@ class Fit:
     average, to half of the new tokens. per_context: K and V of the context are read, however few
     the new tokens are. Without these two, for a copy or a projection, a line. floor: seconds that
     no call undercuts, however few its tokens: the time to read the weights, or the fastest sample.
+    window, windowed: a share `windowed` of the layers attends to the last `window` tokens only, and
+    the fit is for the average of all layers.
     """
 
     fixed: NonNegative
@@ -36,11 +38,16 @@ class Fit:
     per_pair: NonNegative = 0.0
     per_context: NonNegative = field(default=0.0, kw_only=True)
     floor: NonNegative = field(default=0.0, kw_only=True)
+    window: Annotated[int, Meta(ge=0)] = field(default=0, kw_only=True)
+    windowed: Annotated[float, Meta(ge=0, le=1)] = field(default=0.0, kw_only=True)
 
     def seconds(self, new: float, context: float = 0.0) -> float:
         """Seconds for `new` >= 0 tokens behind `context` tokens."""
         if new <= 0:
             return 0.0
+        if self.windowed:
+            linear = self.fixed + self.per_token * new
+            return max(self.floor, linear + self.attention(new, context))
         each = self.per_token + self.per_pair * (context + 0.5 * new)
         return max(self.floor, self.fixed + new * each + self.per_context * context)
 
@@ -48,7 +55,17 @@ class Fit:
         """The part of `seconds` that grows with the context and with the square of `new`."""
         if new <= 0:
             return 0.0
-        return self.per_pair * new * (context + 0.5 * new) + self.per_context * context
+        whole = self.per_pair * new * (context + 0.5 * new) + self.per_context * context
+        if not self.windowed:
+            return whole
+        inside = min(new, max(0.0, self.window - context))  # of the new ones that see everything
+        pairs = inside * (context + 0.5 * inside) + (new - inside) * self.window
+        near = self.per_pair * pairs + self.per_context * min(context, self.window)
+        return whole + self.windowed * (near - whole)
+
+    def attended(self, context: float) -> float:
+        """Tokens of a context to which one token attends, on the average of the layers."""
+        return context + self.windowed * (min(context, self.window) - context)
 
     def batch(self, lengths: Iterable[tuple[int, int]]) -> tuple[float, float]:
         """Seconds for several (new, context) in one pass: attention, and everything else."""
@@ -62,6 +79,31 @@ class Fit:
     def of_bytes(self, share: float) -> Fit:
         """A line for tokens with so many times as many bytes; what a call costs stays."""
         return replace(self, per_token=self.per_token * share, floor=0.0)
+
+
+@dataclass(frozen=True)
+class StepFit:
+    """Seconds of one decode step: of a line by the requests that decode, and for each token of all
+    their contexts, whose K and V are read."""
+
+    rows: Fit
+    per_context: NonNegative
+
+    def seconds(self, batch: int, context: float) -> float:
+        """Seconds of a step of `batch` requests that attend to `context` tokens together."""
+        return self.rows.seconds(batch) + self.per_context * context
+
+
+def fit_step(samples: Sequence[tuple[int, int, float]]) -> StepFit:
+    """Decode cost through samples of (requests, tokens of all their contexts, seconds).
+
+    Raises ValueError for fewer than three different sizes or for nonsense numbers.
+    """
+    _check(samples, 3)
+    rows = [(1.0, float(batch), float(context)) for batch, context, _ in samples]
+    seconds = [second for _, _, second in samples]
+    fixed, per_token, per_context = _nonnegative_least_squares(rows, seconds)
+    return StepFit(Fit(fixed, per_token), per_context)
 
 
 def fit_line(samples: Sequence[tuple[int, float]]) -> Fit:

@@ -33,6 +33,9 @@ _PLAIN_FFN = _FOURFOLD_FFN | {"opt", "phi", "gpt_neox", "starcoder2", "nemotron"
 _TIED = {"gpt2", "opt", "bloom", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text"}
 """Families whose output is their embedding when the config does not say."""
 
+_PATTERN = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
+"""Families of which each n-th layer attends to everything when the config does not say."""
+
 _ATTENTION = {
     "full_attention", "sliding_attention", "chunked_attention", "indexed_attention",
 }  # fmt: skip
@@ -75,6 +78,8 @@ class ModelShape:
     attention, and one token of its context, by the index.
     attention_flops_per_token: FLOPs for one query token, however long its context: with sparse
     attention to as many tokens as the index chooses, counted as if the context had them.
+    window, windowed: a share `windowed` of the layers attends to the last `window` tokens only.
+    vocab: words of the output; 0 where the config does not say.
     """
 
     model_type: str
@@ -93,6 +98,9 @@ class ModelShape:
     dtype: str
     index_parts: tuple[int, ...] = ()
     attention_flops_per_token: int = 0
+    window: int = 0
+    windowed: float = 0.0
+    vocab: int = 0
 
     @property
     def is_latent(self) -> bool:
@@ -159,6 +167,7 @@ class _Reader:
         kv_width = kv_heads * head_dim
         kv_projection = 2 * hidden * kv_width
         attention = 2 * hidden * heads * head_dim + kv_projection
+        window, windowed = self._window(layers)
         return ModelShape(
             model_type=self._type,
             attention="MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else "GQA",
@@ -174,6 +183,9 @@ class _Reader:
             kv_projection_params=kv_projection,
             attention_flops_per_pair=4 * heads * head_dim,
             dtype=self._dtype(dtype),
+            window=window,
+            windowed=windowed,
+            vocab=self._optional("vocab_size") or 0,
         )
 
     def _latent(self, layers: int, hidden: int, heads: int, dtype: str) -> ModelShape:
@@ -204,6 +216,7 @@ class _Reader:
             kv_projection_params=kv_projection,
             attention_flops_per_pair=2 * heads * (nope + rope + value),
             dtype=self._dtype(dtype),
+            vocab=self._optional("vocab_size") or 0,
         )
         chosen = self._optional("index_topk")
         return dense if chosen is None else self._sparse(dense, chosen, q_rank)
@@ -261,6 +274,19 @@ class _Reader:
         if kv_heads > heads or heads % kv_heads:
             raise self._bad("num_key_value_heads", f"must divide {heads} attention heads", kv_heads)
         return kv_heads
+
+    def _window(self, layers: int) -> tuple[int, float]:
+        """Tokens of a sliding window, and the share of the layers that have it."""
+        window = self._optional("sliding_window", "sliding_window_size") or 0
+        if not window or self._config.get("use_sliding_window") is False:
+            return 0, 0.0
+        kinds = self._config.get("layer_types")
+        if kinds:
+            return window, list(kinds).count("sliding_attention") / len(kinds)
+        first = self._optional("max_window_layers") if "use_sliding_window" in self._config else 0
+        step = self._optional("sliding_window_pattern") or _PATTERN.get(self._type)
+        whole = layers // step if step else min(layers, first or 0)
+        return window, 1 - whole / layers
 
     def _embedding_params(self, hidden: int) -> int:
         tied = self._config.get("tie_word_embeddings", self._type in _TIED)

@@ -13,14 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from sglang_hc.policy.eviction import POLICIES
-from sglang_hc.tools.cli.load import (
-    add_load_options,
-    read_machine,
-    read_model,
-    read_workload,
-    turns_bar,
-)
-from sglang_hc.tools.cli.main import UsageError, count, number
+from sglang_hc.tools.cli.load import add_load_options, read_setup, turns_bar
+from sglang_hc.tools.cli.main import UsageError, number
 from sglang_hc.tools.simulator.capacity import CapacityPoint, smallest_reaching
 from sglang_hc.tools.simulator.run import Setup, simulate
 from sglang_hc.tools.workloads.sessions import Workload
@@ -66,17 +60,7 @@ def run(args: argparse.Namespace) -> int:
     """Search, print, and plot if asked. Exit status 1 if the target is out of reach."""
     target = number("--target", args.target, low=0.01, high=1.0)
     dram_target = number("--dram-target", args.dram_target, low=0.0, high=1.0)
-    setup = Setup(
-        workload=read_workload(args),
-        model=read_model(args),
-        dram=0.0,
-        disk=0.0,
-        device=number("--hbm-gb", args.hbm_gb) * 1e9,
-        policy=args.policy,
-        machine=read_machine(args),
-        max_batch=count("--batch", args.batch),
-        overflow=args.overflow,
-    )
+    setup = read_setup(args, 0.0, 1.0, args.policy)
     search = _Search(setup, quiet=not sys.stderr.isatty())
     answer = search.answer(target, dram_target)
     if answer is None:
