@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sglang_hc.policy.eviction import B, Entry, EvictionPolicy, Key
+from sglang_hc.tools.simulator.costs import GpuCosts
 from sglang_hc.tools.simulator.disk import ReadQueue
 from sglang_hc.tools.simulator.engine import Event
 from sglang_hc.tools.simulator.jobs import Conversation, Overflow
 from sglang_hc.tools.simulator.measures import Measures
 from sglang_hc.tools.simulator.prompts import Prompt
-from sglang_hc.tools.simulator.costs import GpuCosts
 from sglang_hc.tools.simulator.tiers import TieredCache
 from sglang_hc.tools.workloads.sessions import Workload
 

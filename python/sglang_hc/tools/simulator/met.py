@@ -69,7 +69,7 @@ class MetHistories:
         """What has come for a waiting request before anything of it is computed. Whether anything
         has."""
         name, meeting = self._cache.meetings.current
-        if meeting is None or name not in queue:
+        if name is None or meeting is None or name not in queue:
             return False
         self.deliver()
         head = meeting.first * BLOCK_TOKENS

@@ -53,7 +53,9 @@ def recorded_sessions(path: Path, *, closed_loop: bool = False) -> list[Session]
         raise
     except (KeyError, ValueError) as cause:
         raise TraceError(f"{path}: a record that does not fit together ({cause!r})") from cause
-    return [_session(turns) for turns in (_linked(requests) if closed_loop else map(_one, requests))]
+    return [
+        _session(turns) for turns in (_linked(requests) if closed_loop else map(_one, requests))
+    ]
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
