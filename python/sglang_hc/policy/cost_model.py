@@ -91,7 +91,7 @@ class CostModel:
     weights: NonNegative = 0.0
     pass_tokens: Annotated[int, Meta(gt=0)] | None = None
     step: StepFit | None = None
-    head: Fit = Fit(0.0, 0.0)
+    head: Fit = field(default_factory=lambda: Fit(0.0, 0.0))
     shape: StateShape | None = None
 
     def __post_init__(self) -> None:

@@ -137,8 +137,8 @@ def _add_server_options(server: argparse._ArgumentGroup) -> None:
     server.add_argument(
         "--read-buffer",
         action="store_true",
-        help="restore whatever waits in host memory ahead, as AttentionStore does; a server restores "
-        "ahead what is best loaded whole",
+        help="restore whatever waits in host memory ahead, as AttentionStore does; a server only "
+        "what is best loaded whole",
     )
 
 

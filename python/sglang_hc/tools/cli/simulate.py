@@ -1,4 +1,4 @@
-"""`sglang-hc simulate`: hits and times of a load on tiers of given sizes, under one eviction policy."""
+"""`sglang-hc simulate`: what tiers of given sizes hit under a load, and how long it takes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--policy",
         choices=SIMULATED_POLICIES,
         default="queue",
-        help="eviction in all tiers; belady knows the future and is a bound; none: a server without "
-        "tiers (default: queue)",
+        help="eviction in all tiers; belady knows the future and is a bound; none: no tiers "
+        "(default: queue)",
     )
     parser.add_argument(
         "--prefetch",

@@ -75,7 +75,8 @@ class TieredCache:
 
     `prefetch`: queue, on-arrival, at-turn (the disk is read when a request is admitted) or off (it
     is never read, as in a server with `--hc-prefetch off`). `stretch`: eviction window over
-    (C_mem + C_disk) / S_kv. `policies` replaces the named policy, e.g. by the clairvoyant one. Times come from the caller.
+    (C_mem + C_disk) / S_kv. `policies` replaces the named policy, e.g. by the clairvoyant one.
+    Times come from the caller.
     """
 
     def __init__(
