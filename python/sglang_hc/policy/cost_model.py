@@ -70,9 +70,9 @@ class CostModel:
     long a layer takes at least, in each pass. They share the link with the copies from host memory.
     0 where all weights are on the device. What is seen beside them corrects nothing.
     pass_tokens: of a prompt in one pass at most; None for all of it. It counts with `weights` only.
-    step: of a decode step, one layer. head: of a pass, what it takes outside the layers (embedding,
-    LM head, the scheduler), by its requests. Of all layers of which `shape` says what they keep.
-    The simulator asks for these three; a server does not, and what it measures has none.
+    step: of a decode step, a layer's share of all of it. head: what a pass over prompts takes
+    outside of the layers: embedding, LM head, scheduler. shape: of the model. Only the simulator
+    asks for these three, and only `sglang-hc profile` measures them.
     plan: the layer plan that was chosen by these costs, so that the next start keeps it while it is
     good: blocks under another plan are not found. None before it was chosen.
 
@@ -91,7 +91,7 @@ class CostModel:
     weights: NonNegative = 0.0
     pass_tokens: Annotated[int, Meta(gt=0)] | None = None
     step: StepFit | None = None
-    head: Fit = field(default_factory=lambda: Fit(0.0, 0.0))
+    head: NonNegative = 0.0
     shape: StateShape | None = None
 
     def __post_init__(self) -> None:

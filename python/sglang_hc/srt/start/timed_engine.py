@@ -12,6 +12,7 @@ It prints one line of JSON, `Timed` by its fields.
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.srt.arguments.server_args import ALWAYS_ENV
 
 BATCHES = (1, 8)
 CONTEXTS = (64, 1024)
@@ -61,11 +63,14 @@ class _Engine:
 
     def __init__(self, model: str, flags: Sequence[str]) -> None:
         from sglang.srt.entrypoints.engine import Engine
+        from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import prepare_server_args
 
+        os.environ[ALWAYS_ENV] = "1"
+        load_plugins()
         # Ids go in and come out: no tokenizer is needed.
-        own = ["--skip-tokenizer-init", "--skip-server-warmup", "--log-level", "error"]
-        args = prepare_server_args(["--model-path", model, *own, *flags])
+        own = ["--hc-disable", "--skip-tokenizer-init", "--skip-server-warmup"]
+        args = prepare_server_args(["--model-path", model, *own, "--log-level", "error", *flags])
         self._engine = Engine(server_args=args)
         config = self._engine.tokenizer_manager.model_config
         info = self._engine.get_server_info()

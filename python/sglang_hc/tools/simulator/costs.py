@@ -123,7 +123,6 @@ class GpuCosts(RestorePlanner):
         """One decode step of `batch` requests that attend to `context` tokens together."""
         assert self.cost.step is not None
         seconds = self.layers * self.cost.step.seconds(batch, context)
-        seconds += self.cost.head.seconds(batch)
         return self._beside(seconds, batch * self.token_seconds(HOST)) if captures else seconds
 
     def attended(self, context: float) -> float:
@@ -139,7 +138,7 @@ class GpuCosts(RestorePlanner):
             seconds = self._alone(parts[0])
         else:
             seconds = self._together(parts, rows, context)
-        seconds += self.cost.head.seconds(len(parts) + rows)
+        seconds += self.cost.head
         new = sum(part.new for part in parts) + rows
         return self._beside(seconds, self._capture(new)) if captures else seconds
 
