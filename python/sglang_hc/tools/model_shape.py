@@ -48,6 +48,13 @@ _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 _DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32"}
 
 
+def element_bytes(dtype: str) -> int:
+    """Of an element type by its name. Raises ConfigError."""
+    if dtype not in _BYTES:
+        raise ConfigError(f"element type {dtype} is none of {', '.join(_BYTES)}")
+    return _BYTES[dtype]
+
+
 def read_model_config(model: str) -> tuple[dict[str, Any], str]:
     """The parsed config.json, and its path. Raises ConfigError that names the path."""
     path = Path(model)
@@ -109,7 +116,7 @@ class ModelShape:
 
     @property
     def element_bytes(self) -> int:
-        return _BYTES[self.dtype]
+        return element_bytes(self.dtype)
 
     def state_shape(self) -> StateShape:
         """Sizes in bytes of an unsharded model."""

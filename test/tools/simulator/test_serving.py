@@ -79,9 +79,7 @@ def test_all_is_served_and_all_time_is_spent_on_something(
 ) -> None:
     serving = Serving(batch, chunk, mixed, read_buffer=read_buffer)
     size = 0.0 if policy == "none" else 5e9
-    setup = Setup(
-        load, MODEL, size, 4 * size, policy=policy, serving=serving, kv_tokens=kv_tokens
-    )
+    setup = Setup(load, MODEL, size, 4 * size, policy=policy, serving=serving, kv_tokens=kv_tokens)
     costs = GpuCosts(MODEL)
     cache = TieredCache(setup.sizes, costs, policy=policy, prefetch=setup.prefetch_mode)
     measures = Engine(load, cache, costs, serving).run()
@@ -225,4 +223,4 @@ def test_what_waits_in_host_memory_is_restored_ahead() -> None:
     assert last[True] == pytest.approx(alone, rel=0.25)
     assert last[True] < costs.restored(4096, 0, 64).seconds / 2
     assert last[False] >= last[True]
-    assert BLOCK_TOKENS * 60 < ahead[True].restored
+    assert ahead[True].restored > BLOCK_TOKENS * 60

@@ -1,8 +1,8 @@
 """What passes of a whole engine take: decode steps, and a short prompt. For the simulator.
 
-A layer alone does not show them (`restore.probe`): a step is many short kernels or calls, and around
-the layers of a pass are embedding, LM head, scheduler and detokenizer. So SGLang's own engine runs,
-without our tiers, in a process of its own:
+A layer alone does not show them (`restore.probe`): a step is many short kernels or calls, and
+around the layers of a pass are embedding, LM head, scheduler and detokenizer. So SGLang's own
+engine runs, without our tiers, in a process of its own:
 
     python -m sglang_hc.srt.start.timed_engine MODEL [FLAGS OF SGLANG ...]
 

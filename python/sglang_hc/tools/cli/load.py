@@ -261,11 +261,17 @@ def _read_model(
         model = load_model(args.model, "kv" if auto else args.forms, gpus, context)
     if isinstance(machine, MeasuredMachine):
         with blaming("--profile"):
-            known = machine.costs(model).copies
-        if not set(tiers) <= known.keys():
+            model = machine.serve(model)
+        if not set(tiers) <= machine.profile.copies.keys():
             raise UsageError(
                 f"--profile {args.profile}: has no costs for disk; write a new one with "
                 "sglang-hc profile --hc-disk DIR"
+            )
+        hidden = model.layout.plan.hidden and not auto
+        if hidden and machine.profile.project is None:
+            raise UsageError(
+                f"--forms {args.forms}: {args.profile} has no costs for hidden states, which a "
+                "server here would not keep; give kv or auto"
             )
     return with_auto_plan(model, machine, tiers) if auto else model
 

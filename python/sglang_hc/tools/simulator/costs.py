@@ -15,6 +15,7 @@ from sglang_hc.policy.meeting import restore_alone
 from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.restore_plan import RestorePlan, plan_restore
 from sglang_hc.tools.datasheet import Rates, modelled_costs
+from sglang_hc.tools.model_shape import element_bytes
 from sglang_hc.tools.simulator.models import SimulatedModel
 
 HOST = SourceTier.HOST
@@ -56,22 +57,27 @@ class MeasuredMachine:
     profile: CostModel
     where: str
 
-    def costs(self, model: SimulatedModel) -> CostModel:
-        """Raises ConfigError for a profile of another model, or one without decode steps."""
-        cost, shape = self.profile, model.shape.state_shape()
-        again = "write a new one with sglang-hc profile"
+    def serve(self, model: SimulatedModel) -> SimulatedModel:
+        """The model with the state that was measured: with other flags its elements have another
+        size. Raises ConfigError for a profile of another model, or one without decode steps."""
+        cost, again = self.profile, "write a new one with sglang-hc profile"
         if cost.step is None or cost.shape is None:
             raise ConfigError(f"{self.where}: measured without decode steps; {again}")
-        wanted = replace(cost.shape, dtype="")
-        if wanted != replace(shape, dtype=""):
+        size = element_bytes(cost.shape.dtype.removeprefix("torch."))
+        found = cost.shape.num_layers, cost.shape.hidden_bytes // size
+        wanted = model.shape.num_layers, model.shape.hidden_size
+        if found != wanted:
             raise ConfigError(
-                f"{self.where}: measured for a model of {cost.shape.num_layers} layers with "
-                f"{cost.shape.kv_bytes} bytes of K and V a token, and this one has "
-                f"{shape.num_layers} with {shape.kv_bytes}; {again}"
+                f"{self.where}: measured for a model of {found[0]} layers of {found[1]}, and this "
+                f"one has {wanted[0]} of {wanted[1]}; {again}"
             )
         if model.gpus > 1:
             raise ConfigError(f"{self.where}: measured on one GPU; leave --gpus out")
-        return replace(cost)
+        return replace(model, layout=replace(model.layout, shape=cost.shape))
+
+    def costs(self, model: SimulatedModel) -> CostModel:
+        """As measured and learned."""
+        return replace(self.profile)
 
 
 AnyMachine = Machine | MeasuredMachine
@@ -84,7 +90,7 @@ def with_auto_plan(
     shape = model.shape
     chosen = auto_plan(
         machine.costs(model),
-        shape.state_shape(),
+        model.layout.shape,
         tiers,
         allow_hidden=not shape.is_latent,
         allow_recompute=shape.attention != "DSA",

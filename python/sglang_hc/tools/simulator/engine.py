@@ -329,6 +329,7 @@ class Engine:
         self.events.append(Event(self.now, "first", job.session))
         tokens = job.output_tokens if cap is None else min(job.output_tokens, cap)
         self.measures.output_tokens += tokens
+        self.measures.served_tokens += job.prompt_tokens + tokens
         if prompt.counts:
             self.measures.answered(prompt, self.now)
         if tokens > 1:

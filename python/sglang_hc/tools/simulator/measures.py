@@ -14,7 +14,8 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 @dataclass
 class Measures:
-    """Sums over the turns after the warm-up; `output_tokens` and `gpu` are of all turns.
+    """Sums over the turns after the warm-up; `output_tokens`, `served_tokens` (prompts
+    and answers) and `gpu` are of all turns.
 
     A token is hit when its state was in some tier at admission, whether or not restoring it was
     cheaper than recomputing it; `restored` counts those that were restored. A turn is hit when
@@ -33,6 +34,7 @@ class Measures:
     restored: int = 0
     returning_turns: int = 0
     output_tokens: int = 0
+    served_tokens: int = 0
     ttft: list[float] = field(default_factory=list, repr=False)
     queue_wait: list[float] = field(default_factory=list, repr=False)
     service_ttft: list[float] = field(default_factory=list, repr=False)

@@ -98,6 +98,16 @@ class Result:
         }
 
 
+def state_bytes(setup: Setup) -> float:
+    """All state that the load ever has."""
+    model, sessions = setup.model, setup.workload.sessions
+    tokens = 0
+    for session in sessions:
+        lengths = [turn.new_tokens + turn.answer.length for turn in session.turns]
+        tokens += min(max(lengths) if session.whole else sum(lengths), model.context)
+    return float((tokens // BLOCK_TOKENS + len(sessions)) * model.slot_bytes)
+
+
 def simulate(setup: Setup, progress: Progress | None = None) -> Result:
     """Run it. The clairvoyant policy takes two passes over the same record of events.
 
