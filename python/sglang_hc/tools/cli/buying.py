@@ -19,6 +19,12 @@ from sglang_hc.tools.simulator.run import Result, Setup, simulate, state_bytes
 
 WORKERS = 2
 
+SAMPLE_TURNS = 6000
+"""Of a load with more turns so many are searched, the first ones."""
+
+STEPS_UP = 4
+"""Times that what was found in a sample is made larger, by a tenth, until it is right for all."""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options. Checked when they are used."""
@@ -49,12 +55,14 @@ def run(args: argparse.Namespace) -> int:
             argparse.Namespace(**{**vars(args), "forms": form}), 0, 1, args.policy
         )
     rows = _search(setups, target)
-    gpus = next(iter(setups.values())).model.gpus
-    found = _ranked(rows, prices, gpus, target)
+    base = next(iter(setups.values()))
+    found = _ranked(rows, prices, base.model.gpus, target)
     answer = {
         "target_ttft_p90": target,
         "prices": {"currency": prices.currency, "source": prices.source},
         "rows": found,
+        "searched_turns": min(SAMPLE_TURNS, base.workload.num_turns),
+        "turns": base.workload.num_turns,
         "says": _says(found),
     }
     if args.report is not None:
@@ -82,20 +90,62 @@ def _search(setups: dict[str, Setup], target: float) -> list[Row]:
 
 
 def _form(job: tuple[str, Setup, float]) -> list[Row]:
+    """Without SSD and with one. Of a long load a sample is searched: as in AttentionStore's
+    experiment by parts, the last tier grows with the number of sessions."""
     form, setup, target = job
-    known: dict[tuple[int, int], Result] = {}
+    sample = _sample(setup)
+    share = len(sample.workload.sessions) / len(setup.workload.sessions)
+    measured = _Measured(sample, form)
+    found = smallest(measured, target, state_bytes(sample), setup.model.slot_bytes)
+    if share == 1:
+        return [Row.of(measured(*sizes), form) for sizes in found]
+    (alone, _), (dram, ssd) = found
+    return [
+        _grown(setup, form, *sizes, target) for sizes in ((alone / share, 0.0), (dram, ssd / share))
+    ]
 
-    def measure(dram: float, ssd: float) -> Result:
+
+def _sample(setup: Setup) -> Setup:
+    """The first sessions by their arrival, with about SAMPLE_TURNS turns."""
+    load, turns = setup.workload, 0
+    if load.num_turns <= SAMPLE_TURNS:
+        return setup
+    sessions = []
+    for session in sorted(load.sessions, key=lambda session: session.arrival):
+        sessions.append(session)
+        turns += len(session.turns)
+        if turns >= SAMPLE_TURNS:
+            break
+    warmup = round(load.warmup_turns * turns / load.num_turns)
+    part = replace(load, sessions=tuple(sessions), warmup_turns=warmup)
+    return replace(setup, workload=part)
+
+
+def _grown(setup: Setup, form: str, dram: float, ssd: float, target: float) -> Row:
+    """The whole load with these sizes, or with somewhat larger ones that it needs."""
+    for step in range(STEPS_UP + 1):
+        factor = 1.1**step
+        row = Row.of(simulate(replace(setup, dram=factor * dram, disk=factor * ssd)), form)
+        if row.p90 <= target:
+            break
+    return row
+
+
+class _Measured:
+    """Simulates each size once."""
+
+    def __init__(self, setup: Setup, form: str) -> None:
+        self._setup, self._form = setup, form
+        self._known: dict[tuple[int, int], Result] = {}
+
+    def __call__(self, dram: float, ssd: float) -> Result:
         key = int(dram), int(ssd)
-        if key not in known:
+        if key not in self._known:
             if sys.stderr.isatty():
-                print(f"{form}: {dram / 1e9:.1f} + {ssd / 1e9:.1f} GB", file=sys.stderr)
-            result = simulate(replace(setup, dram=dram, disk=ssd))
-            known[key] = replace(result, events=[])  # they are many
-        return known[key]
-
-    found = smallest(measure, target, state_bytes(setup), setup.model.slot_bytes)
-    return [Row.of(measure(dram, ssd), form) for dram, ssd in found]
+                print(f"{self._form}: {dram / 1e9:.1f} + {ssd / 1e9:.1f} GB", file=sys.stderr)
+            result = simulate(replace(self._setup, dram=dram, disk=ssd))
+            self._known[key] = replace(result, events=[])  # they are many
+        return self._known[key]
 
 
 def _ranked(rows: list[Row], prices: Prices, gpus: int, target: float) -> list[dict[str, Any]]:
@@ -140,4 +190,7 @@ def _describe(answer: dict[str, Any]) -> str:
             f"{row['form']:<16}{row['dram_gb']:>9.1f}{row['ssd_gb']:>9.1f}{times}"
             f"  {row['cost_per_million_tokens']:.4g}{meets}"
         )
+    if answer["searched_turns"] < answer["turns"]:
+        lines += ["", f"sizes were searched with {answer['searched_turns']} of {answer['turns']} "
+                  "turns: a smaller one may do; times and costs are of all"]  # fmt: skip
     return "\n".join([*lines, "", answer["says"], f"prices: {answer['prices']['source']}"])
