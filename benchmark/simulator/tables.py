@@ -297,6 +297,8 @@ def main() -> int:
     page = PAGE.read_text()
     made = render(page)
     if args.check:
+        if made != page:
+            print(f"{PAGE}: tables are stale; run python -m benchmark.simulator.tables")
         return int(made != page)
     PAGE.write_text(made)
     return 0
