@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sglang_hc.tools.simulator.capacity import smallest_reaching
@@ -11,7 +11,10 @@ from sglang_hc.tools.simulator.measures import spread
 from sglang_hc.tools.simulator.run import Result
 
 STEP = 1.08
-"""Between two sizes: what is found is at most by so much larger than the smallest."""
+"""Between two sizes among which is searched."""
+
+LESS = 1.1
+"""With so many times less of a tier the target is missed."""
 
 SMALLEST_BLOCKS = 64
 
@@ -65,23 +68,43 @@ def sizes(low: float, high: float) -> list[float]:
 
 def smallest(
     measure: Measure, target: float, everything: float, block: float
-) -> Sequence[tuple[float, float]]:
+) -> list[tuple[float, float]]:
     """(DRAM, SSD) in bytes of the smallest tiers whose p90 is at most `target` seconds: DRAM alone,
-    and DRAM with an SSD. DRAM is made small first, with an SSD for everything: it is dearer by far.
-    Where a tier larger than needed does not help, what is found is right; without any that reach
-    the target the largest are returned. everything: bytes of all state. block: of one.
+    and DRAM with an SSD. With a tenth less of either the target is missed.
+
+    Halving finds where the target is reached if a larger tier is never worse; it may be, where the
+    disk is read instead of computing. So what was found is made smaller step by step as long as
+    that is enough, DRAM first, which is dearer by far. Without any size that reaches the target the
+    largest are returned. everything: bytes of all state. block: of one.
     """
     low = SMALLEST_BLOCKS * block
     everything = max(everything, low)
 
     def p90(dram: float, ssd: float) -> float:
-        return -spread("ttft", measure(dram, ssd).measures.ttft)["ttft_p90"]
+        return spread("ttft", measure(dram, ssd).measures.ttft)["ttft_p90"]
+
+    def beside(ssd: float) -> Callable[[float], float]:
+        return lambda dram: p90(dram, ssd)
+
+    def below(dram: float) -> Callable[[float], float]:
+        return lambda ssd: p90(dram, ssd)
 
     def search(found: Callable[[float], float]) -> float:
-        best = smallest_reaching(-target, sizes(low, everything), found)
-        return everything if best is None else best.num_bytes
+        """The smallest size that is found in time, by halving, then by steps."""
+        best = smallest_reaching(-target, sizes(low, everything), lambda size: -found(size))
+        return everything if best is None else shrunk(best.num_bytes, found)
 
-    alone = search(lambda dram: p90(dram, 0.0))
-    above = search(lambda dram: p90(dram, everything))
-    ssd = search(lambda size: p90(above, size))
-    return [(alone, 0.0), (above, ssd)]
+    def shrunk(size: float, found: Callable[[float], float]) -> float:
+        while size / LESS >= low and found(size / LESS) <= target:
+            size /= LESS
+        return size
+
+    alone = search(beside(0.0))
+    dram = search(beside(everything))
+    ssd = search(below(dram))
+    before = math.inf
+    while dram + ssd < before and p90(dram, ssd) <= target:
+        before = dram + ssd
+        dram = shrunk(dram, beside(ssd))
+        ssd = shrunk(ssd, below(dram))
+    return [(alone, 0.0), (dram, ssd)]
