@@ -128,6 +128,25 @@ def test_one_returning_request_takes_what_plan_says(forms: str, history: int, as
         assert choice is Choice.RECOMPUTE_MORE and 0.7 * planned < took < 1.02 * planned
 
 
+@pytest.mark.parametrize("forms", ["kv", "hidden", "auto"])
+@pytest.mark.parametrize("history", [1024, 2048, 4096, 8192])
+def test_one_returning_request_from_disk_takes_what_plan_says(forms: str, history: int) -> None:
+    simulated, asked = model(forms), 64
+    (back,) = returns(history, asked).sessions
+    others = talks([(500.0, [(16_000, 1)]), (600.0, [(16_000, 1)])]).sessions
+    pushing = tuple(
+        replace(one, turns=(replace(one.turns[0], said=(Span((5 + n) << 21, 16_000),)),))
+        for n, one in enumerate(others)
+    )
+    dram = simulated.slot_bytes * max(260, history // BLOCK_TOKENS + 100)
+    load = Workload("returns", (back, *pushing))
+    result = simulate(Setup(load, simulated, dram, 1e13, machine=machine()))
+    took = next(e.time for e in result.events[::-1] if (e.kind, e.session) == ("first", 0)) - 1000.0
+    sheet = datasheet_costs(GPU, simulated.shape, 26e9, 5e9)
+    planned = served_seconds(sheet, simulated.layout.plan, SourceTier.DISK, history, asked)
+    assert took == pytest.approx(planned, rel=0.07)
+
+
 # -- passes -------------------------------------------------------------------------------------
 
 COSTS = GpuCosts(MODEL)
