@@ -25,13 +25,13 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.srt.arguments.server_args import ALWAYS_ENV
 
 BATCHES = (1, 8)
-CONTEXTS = (64, 1024)
+CONTEXTS = (64, 512)
 """Requests of a timed step, and tokens behind which each of them decodes."""
 
-STEPS = 12
+STEPS = 8
 """Timed together."""
 
-ROUNDS = 3
+ROUNDS = 2
 """Of each size; the fastest counts, because other work on the machine only adds to it."""
 
 SHORT = BLOCK_TOKENS
