@@ -73,6 +73,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python benchmark/make_tables.py --check
+	$(BIN)/python -m benchmark.simulator.tables --check
 
 nightly: models
 	$(PYTEST) -m slow $(KERNEL_TESTS)

@@ -53,9 +53,9 @@ def test_a_row_says_the_default_and_the_choices(field: msgspec.structs.FieldInfo
 def test_each_tool_has_a_row_with_its_options(command: str) -> None:
     row = re.search(rf"^\| `sglang-hc {command}\b[^|]*\| (.*) \|$", TOOLS, re.M)
     assert row is not None, f"no row for {command}"
-    named = set(re.findall(r"`(--[a-z][a-z-]+)`", row[1]))
+    named = set(re.findall(r"`(--[a-z][a-z0-9-]+)`", row[1]))
     if "as above" in row[1]:
         shared = re.search(r"`sglang-hc simulate\b[^|]*\| (load:.*?);[^;]*$", TOOLS, re.M)
         assert shared is not None
-        named |= set(re.findall(r"`(--[a-z][a-z-]+)`", shared[1]))
+        named |= set(re.findall(r"`(--[a-z][a-z0-9-]+)`", shared[1]))
     assert named == options_of(command)

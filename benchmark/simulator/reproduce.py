@@ -2,9 +2,10 @@
 
     python -m benchmark.simulator.reproduce [--scale N] [--only PART ...]
 
-One process, one run after the other. AttentionStore's experiment runs at an eighth of its size:
-sessions, arrival rate, batch and all tiers divided by eight, which keeps the length of the queue
-over the capacity of the tiers. --scale 1 runs it whole.
+One process, one run after the other. AttentionStore's experiment runs with an eighth of its
+sessions and of the last tier, the SSD: how many conversations wait over what the tiers hold stays,
+and so does the balance of prompts and decoding, because batch, arrivals and GPUs stay. --scale 1
+runs it whole.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from typing import Any
 from tqdm import tqdm
 
 from sglang_hc.tools.simulator import workloads
+from sglang_hc.tools.simulator.costs import Machine
+from sglang_hc.tools.simulator.engine import Serving
 from sglang_hc.tools.simulator.models import MODEL_NAMES, load_model
 from sglang_hc.tools.simulator.run import Setup, simulate
 from sglang_hc.tools.simulator.workloads import attentionstore, l_eval, sharegpt4
@@ -37,27 +40,71 @@ Run = tuple[dict[str, Any], Setup]
 
 
 class Paper:
-    """AttentionStore's experiment (section 4.1), divided by `scale`."""
+    """AttentionStore's experiment (section 4.1), with sessions and SSD divided by `scale`. The
+    rates are those of the paper; its executor's host work and its read buffer are assumed."""
 
     def __init__(self, scale: int) -> None:
         self.scale = scale
         self.load = self.closed()
 
-    def closed(self, think: float = 0.0) -> Workload:
-        return attentionstore(sessions=9000 // self.scale, rate=1 / self.scale, think=think)
+    def closed(self, think: float = 0.0, **options: Any) -> Workload:
+        return attentionstore(sessions=9000 // self.scale, think=think, **options)
 
     def setup(self, model: str, disk: float, *, dram: float = 128.0, **options: Any) -> Setup:
+        """disk: GB of the whole experiment. dram, device: GB."""
         options.setdefault("workload", self.load)
-        options.setdefault("overflow", "reembed")
         device = options.pop("device", 0.0)
+        overflow = options.pop("overflow", "reembed")
+        serving = Serving(overflow=overflow, read_buffer=True)
         return Setup(
             model=load_model(model),
-            dram=dram * GB / self.scale,
+            dram=dram * GB,
             disk=disk * GB / self.scale,
-            device=device * GB / self.scale,
-            max_batch=24 // self.scale,
+            device=device * GB,
+            serving=serving,
             **options,
         )
+
+    def recomputing(self, model: str) -> Setup:
+        """The paper's RE: nothing is kept, and what is cut is computed again."""
+        return self.setup(model, 0, dram=0, policy="none", overflow="recompute")
+
+
+FITTED_TFLOPS, FITTED_OUTPUT = 26, 64
+"""One set of assumptions with which the GPU times come near the paper's: TFLOP/s of one GPU, tokens
+that are decoded of an answer at most."""
+
+
+def fitted(setup: Setup) -> Setup:
+    serving = dataclasses.replace(setup.serving, output_cap=FITTED_OUTPUT)
+    machine = Machine(flops=FITTED_TFLOPS * 1e12)
+    return dataclasses.replace(setup, serving=serving, machine=machine)
+
+
+def times(paper: Paper) -> Iterator[Run]:
+    """Figures 14 to 17: `models` against recomputing everything, and both with fitted rates."""
+    for name in MODEL_NAMES:
+        kept, recomputed = paper.setup(name, 10_000), paper.recomputing(name)
+        for case, setup in (("", recomputed), ("fitted", kept), ("fitted", recomputed)):
+            label = {"model": name, "arm": setup.policy, "set": case or "published"}
+            yield label, fitted(setup) if case else setup
+
+
+def rounds(paper: Paper) -> Iterator[Run]:
+    """Figure 21 with conversations that do not fit: all have several turns, 1,150 tokens each in
+    the mean, and are cut at the full window; and the usual ones, whose turns come after 300 s."""
+    shape = dataclasses.replace(
+        workloads.ATTENTIONSTORE_SHAPE, multi_turn_share=1.0, tokens_per_turn=1150.0
+    )
+    longer = paper.closed(shape=shape)
+    model = load_model("llama-13b", context=5461)
+    idle = attentionstore(sessions=1125, rate=0.1, think=300.0)
+    for policy in ("queue", "lru", "fifo"):
+        for disk in (2_000, 10_000):
+            setup = paper.setup("llama-13b", disk, policy=policy, workload=longer)
+            yield {"case": "longer", **_arm(policy, disk)}, dataclasses.replace(setup, model=model)
+        setup = paper.setup("llama-13b", 300 * paper.scale, dram=64, policy=policy, workload=idle)
+        yield {"case": "interactive", **_arm(policy, 300)}, setup
 
 
 def models(paper: Paper) -> Iterator[Run]:
@@ -76,24 +123,17 @@ def policies(paper: Paper) -> Iterator[Run]:
             yield _arm(policy, disk), paper.setup("llama-13b", disk, policy=policy)
 
 
-def smaller(paper: Paper) -> Iterator[Run]:
-    """Figures 13 and 21 with 6 TB in place of 10: as if a conversation took 1.7 times the bytes."""
-    for name in MODEL_NAMES:
-        yield {"model": name, "arm": "queue"}, paper.setup(name, 6_000)
-    for policy in ("lru", "fifo"):
-        setup = paper.setup("llama-13b", 6_000, policy=policy)
-        yield {"model": "llama-13b", "arm": policy}, setup
-
-
 def _arm(policy: str, disk: float) -> dict[str, Any]:
     return {"arm": policy, "disk": disk}
 
 
 def tiers(paper: Paper) -> Iterator[Run]:
-    """Figure 24: HBM alone (10 GB), and with DRAM; with SSD it is `models`."""
+    """Figure 24: HBM alone (10 GB), and with DRAM; with SSD it is `models`. Without SSD these are
+    the last tier, which is divided."""
     for name in MODEL_NAMES:
         for label, dram in (("hbm", 0), ("hbm+dram", 128)):
-            setup = paper.setup(name, 0, dram=dram, device=10.0)
+            device = 10.0 / paper.scale
+            setup = paper.setup(name, 0, dram=dram / paper.scale, device=device)
             yield {"model": name, "tiers": label}, setup
 
 
@@ -105,13 +145,18 @@ def truncation(paper: Paper) -> Iterator[Run]:
 
 
 def falcon(paper: Paper) -> Iterator[Run]:
-    """The three figures again for Falcon-40B with a window of 4K instead of its own 2K."""
+    """The figures again for Falcon-40B with a window of 4K instead of its own 2K."""
     name = "falcon-40b, 4K"
     model = load_model("falcon-40b", context=4096)
+    kept, recomputed = paper.setup("falcon-40b", 10_000), paper.recomputing("falcon-40b")
+    dram, device = 128 / paper.scale, 10 / paper.scale
     for label, setup in (
-        ("models", paper.setup("falcon-40b", 10_000)),
-        ("hbm", paper.setup("falcon-40b", 0, dram=0, device=10.0)),
-        ("hbm+dram", paper.setup("falcon-40b", 0, device=10.0)),
+        ("models", kept),
+        ("published none", recomputed),
+        ("fitted queue", fitted(kept)),
+        ("fitted none", fitted(recomputed)),
+        ("hbm", paper.setup("falcon-40b", 0, dram=0, device=device)),
+        ("hbm+dram", paper.setup("falcon-40b", 0, dram=dram, device=device)),
         ("recompute", paper.setup("falcon-40b", 10_000, overflow="recompute")),
         ("off", paper.setup("falcon-40b", 10_000, overflow="off")),
     ):
@@ -131,7 +176,8 @@ def capacity(_: Paper) -> Iterator[Run]:
         full = _sessions_per_hour(load) * model.context * model.token_bytes
         for ratio in (0.05, 0.1, 0.15, 0.25, 0.5):
             dram = min(128 * GB, ratio * full / 4)
-            setup = Setup(load, model, dram=dram, disk=ratio * full, overflow="reembed")
+            serving = Serving(overflow="reembed")
+            setup = Setup(load, model, dram=dram, disk=ratio * full, serving=serving)
             yield {"ratio": ratio, "pause": pause, "ccput_gb": full / GB}, setup
 
 
@@ -186,7 +232,7 @@ def sensitivity(paper: Paper) -> Iterator[Run]:
         talks = workloads.conversations(
             shape,
             sessions=9000 // paper.scale,
-            rate=1 / paper.scale,
+            rate=1.0,
             think=0.0,
             seed=0,
             name="attentionstore",
@@ -194,7 +240,7 @@ def sensitivity(paper: Paper) -> Iterator[Run]:
         )
         variants[label] = {"workload": talks}
     variants["think time 300 s (0)"] = {"workload": paper.closed(think=300.0)}
-    mixed = workloads.shuffled(paper.load, 1 / paper.scale, seed=0)
+    mixed = workloads.shuffled(paper.load, 1.0, seed=0)
     variants["turns shuffled, 1 per second"] = {"workload": mixed}
     faster = dataclasses.replace(load_model("llama-13b"), layer_overhead=0.2e-3)
     for label, options in variants.items():
@@ -275,8 +321,9 @@ PARTS: dict[str, Callable[[Paper], Iterator[Run]]] = {
     part.__name__: part
     for part in (
         models,
+        times,
         policies,
-        smaller,
+        rounds,
         bound,
         capacity,
         tiers,

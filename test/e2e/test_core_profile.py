@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from benchmark.harness.in_process import use_one_thread
 from sglang_hc.policy.correction import WINDOW, Resource
+from sglang_hc.profile_file import read_profile
+from sglang_hc.srt.start import calibrate_command, timed_engine
 from sglang_hc.tools.cli.main import main
 from support.core import MODELS, Core, run_in_child
 from support.profiles import cost_model, write
@@ -111,14 +114,37 @@ def command(words: list[str]) -> int:
     return main(words)
 
 
-def test_the_command_writes_a_profile_that_the_server_takes(
-    models: None, cache: Path, tmp_path: Path
+TIMED = timed_engine.Timed([(1, 70, 4e-3), (8, 560, 8e-3), (1, 1030, 5e-3), (8, 8240, 16e-3)], 0.5)
+
+
+def as_timed(words: list[str]) -> int:
+    """The command, as if an engine had been timed before."""
+    calibrate_command.timed_engine = lambda model, flags: TIMED
+    return command(words)
+
+
+@pytest.mark.parametrize("run", [as_timed, pytest.param(command, marks=pytest.mark.slow)])
+def test_the_command_writes_a_profile_that_the_server_and_the_simulator_take(
+    models: None,
+    cache: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    run: Callable[[list[str]], int],
 ) -> None:
     output = tmp_path / "profile.json"
     words = ["profile", "--model", str(MODEL), "--output", str(output), "--", "--dtype", "float32"]
-    assert run_in_child(command, words) == 0
+    assert run_in_child(run, words) == 0
     assert not cache.exists()
     assert run_in_child(start, "llama-mha", "--hc-profile", str(output))[1] == 0
+    cost = read_profile(str(output))
+    assert cost.step is not None and 0 < cost.step.seconds(1, 100) < cost.step.seconds(8, 9000)
+    load = ["--workload", "sharegpt4", "--sessions", "5", "--model", str(MODEL), "--json"]
+    load += ["--policy", "none", "--dram-gb", "0", "--disk-gb", "0", "--profile", str(output)]
+    assert main(["simulate", *load]) == 0
+    data = json.loads(capsys.readouterr().out)
+    layers, passes = 4, data["turns"]
+    assert data["token_bytes"] == 4 * 2 * 4 * 64 * 4
+    assert data["prefill_seconds"] > cost.head * passes / layers
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hc.policy.fit import Fit, fit_line, fit_prefill
+from sglang_hc.policy.fit import Fit, fit_line, fit_prefill, fit_step
 
 SIZES = (64, 256, 1024, 4096, 16384)
 seconds = st.floats(1e-7, 1e-1)
@@ -127,3 +127,32 @@ def test_a_batch_takes_what_its_parts_say(lengths):
 def test_another_form_takes_as_long_for_each_byte():
     half = Fit(1e-3, 1e-5, floor=2e-3).of_bytes(0.5)
     assert half == Fit(1e-3, 5e-6)
+
+
+@given(
+    st.integers(1, 9000), st.integers(1, 9000), st.integers(0, 9000), st.integers(1, 9000),
+    st.floats(0, 1),
+)  # fmt: skip
+def test_what_a_window_saves(first, second, context, window, windowed):
+    """Attention in two chunks costs what it does in one, never more than to everything, and as much
+    where everything is inside."""
+    whole = Fit(0.0, 0.0, 1.0)
+    near = Fit(0.0, 0.0, 1.0, window=window, windowed=windowed)
+    both = near.attention(first + second, context)
+    parts = near.attention(first, context) + near.attention(second, context + first)
+    assert parts == pytest.approx(both)
+    assert both <= whole.attention(first + second, context) * (1 + 1e-9)
+    if context + first + second <= window:
+        assert both == pytest.approx(whole.attention(first + second, context))
+    assert near.seconds(first, context) == near.attention(first, context)
+    assert near.attended(context) == pytest.approx(
+        windowed * min(context, window) + (1 - windowed) * context
+    )
+
+
+@given(seconds, seconds.map(lambda s: s / 10), seconds.map(lambda s: s / 1e5))
+def test_the_terms_of_a_decode_step_are_told_apart(fixed, per_request, per_context):
+    sizes = [(b, b * c) for b in (1, 8) for c in (64, 1024)]
+    fit = fit_step([(b, c, fixed + per_request * b + per_context * c) for b, c in sizes])
+    wanted = fixed + per_request * 24 + per_context * 40_000
+    assert fit.seconds(24, 40_000) == pytest.approx(wanted, rel=1e-3)

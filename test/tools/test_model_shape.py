@@ -217,3 +217,24 @@ def test_what_is_wrong_is_named(change, message):
 def test_a_config_that_is_no_object_is_refused():
     with pytest.raises(ConfigError, match="must be a JSON object"):
         ModelShape.from_config([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("fields", "windowed"),
+    [
+        ({"model_type": "mistral", "sliding_window": 4096}, 1.0),
+        ({"model_type": "mistral", "sliding_window": None}, 0.0),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, 0.0),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True,
+          "max_window_layers": 9}, 0.25),
+        ({"model_type": "gemma2", "sliding_window": 4096}, 0.5),
+        ({"model_type": "gemma3_text", "sliding_window": 512}, 5 / 6),
+        ({"model_type": "gpt_oss", "sliding_window": 128,
+          "layer_types": ["sliding_attention"] * 8 + ["full_attention"] * 4}, 2 / 3),
+    ],
+)  # fmt: skip
+def test_layers_with_a_sliding_window_are_counted(fields, windowed):
+    sizes = {"num_hidden_layers": 12, "hidden_size": 64, "num_attention_heads": 4}
+    shape = ModelShape.from_config({**sizes, "intermediate_size": 128, **fields})
+    assert shape.windowed == pytest.approx(windowed)
+    assert shape.window == (fields["sliding_window"] or 0 if windowed else 0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated
@@ -19,9 +19,9 @@ from typing import Annotated
 from msgspec import Meta
 
 from sglang_hc.errors import ConfigError
-from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
+from sglang_hc.forms import BLOCK_TOKENS, LayerPlan, StateShape
 from sglang_hc.policy.correction import BOUND, WINDOW, Correction, Resource, told_apart
-from sglang_hc.policy.fit import Fit, NonNegative
+from sglang_hc.policy.fit import Fit, NonNegative, StepFit
 from sglang_hc.policy.makespan import LayerTimes
 
 LONG_HISTORY = 16384
@@ -70,6 +70,9 @@ class CostModel:
     long a layer takes at least, in each pass. They share the link with the copies from host memory.
     0 where all weights are on the device. What is seen beside them corrects nothing.
     pass_tokens: of a prompt in one pass at most; None for all of it. It counts with `weights` only.
+    step: of a decode step, a layer's share of all of it. head: what a pass over prompts takes
+    outside of the layers: embedding, LM head, scheduler. shape: of the model. Only the simulator
+    asks for these three, and only `sglang-hc profile` measures them.
     plan: the layer plan that was chosen by these costs, so that the next start keeps it while it is
     good: blocks under another plan are not found. None before it was chosen.
 
@@ -87,6 +90,9 @@ class CostModel:
     plan: LayerPlan | None = None
     weights: NonNegative = 0.0
     pass_tokens: Annotated[int, Meta(gt=0)] | None = None
+    step: StepFit | None = None
+    head: NonNegative = 0.0
+    shape: StateShape | None = None
 
     def __post_init__(self) -> None:
         self.learned = dict(self.learned)  # `replace` makes a model that learns on its own
@@ -144,6 +150,12 @@ class CostModel:
             return 0.0
         coming = self._weights_of(new)
         return max(computing, coming) if self.overlap else computing + coming
+
+    def prefill_batch(self, lengths: Sequence[tuple[int, int]], rows: int = 0) -> float:
+        """Seconds to run one layer over several (new, context) in one pass, and over `rows` tokens
+        more whose attention counts elsewhere."""
+        attention, rest = self.prefill.batch([*lengths, (rows, 0)] if rows else lengths)
+        return rest * self._factor(Resource.PREFILL) + attention * self._factor(Resource.ATTENTION)
 
     def _weights_of(self, new: int) -> float:
         """Seconds that a layer's weights take to come for all passes over `new` tokens."""

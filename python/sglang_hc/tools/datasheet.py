@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from sglang_hc.errors import ConfigError, decode_json, read_text
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
-from sglang_hc.policy.fit import Fit
+from sglang_hc.policy.fit import Fit, StepFit
 from sglang_hc.policy.streamed_pass import ROUND_SECONDS, StreamedModel
 from sglang_hc.tools.model_shape import ModelShape
 
@@ -110,14 +110,16 @@ class Rates(NamedTuple):
 
 
 def modelled_costs(
-    name: str, shape: ModelShape, rates: Rates, layer_overhead: float = 0.0
+    name: str, shape: ModelShape, rates: Rates, step_overhead: float = 0.0
 ) -> CostModel:
     """Costs from FLOP counts and bandwidths; nothing is measured.
 
-    Compute runs no faster than the layer's weights can be read once. layer_overhead: seconds of
-    host work for each layer and pass; the only fixed cost.
+    Compute runs no faster than the layer's weights can be read once. A decode step also reads the
+    weights of the LM head, and K and V of all contexts. step_overhead: seconds of host work for
+    each layer of a decode step; behind the kernels of a prompt it does not show.
     """
     state = shape.state_shape()
+    read = shape.layer_params + shape.vocab * shape.hidden_size / shape.num_layers
 
     def copy(bandwidth: float) -> TierCopy:
         return TierCopy(
@@ -142,7 +144,13 @@ def modelled_costs(
             0.0,
             (2 * shape.layer_params + shape.attention_flops_per_token) / rates.flops,
             shape.attention_flops_per_pair / rates.flops,
-            floor=shape.layer_params * weight_seconds + layer_overhead,
+            floor=shape.layer_params * weight_seconds,
+            window=shape.window,
+            windowed=shape.windowed,
+        ),
+        step=StepFit(
+            Fit(0.0, 2 * read / rates.flops, floor=read * weight_seconds + step_overhead),
+            state.kv_bytes / rates.memory,
         ),
     )
 

@@ -1,13 +1,22 @@
 """`sglang-hc simulate` and `capacity` as a user meets them."""
 
+import dataclasses
 import json
+import re
 
 import pytest
 
+from sglang_hc.forms import StateShape
+from sglang_hc.policy.cost_model import SourceTier, TierCopy
+from sglang_hc.policy.fit import Fit, StepFit
+from sglang_hc.profile_file import encode
 from sglang_hc.tools.cli.main import main
+from sglang_hc.tools.price_file import sample_prices
+from support.profiles import cost_model
 
 SMALL = ["--workload", "attentionstore", "--sessions", "12", "--model", "llama-13b"]
 SIZES = ["--dram-gb", "10", "--disk-gb", "20"]
+NOTHING = ["--dram-gb", "0", "--disk-gb", "0"]
 
 
 @pytest.mark.parametrize("policy", ["queue", "lru", "fifo", "belady"])
@@ -60,6 +69,13 @@ def test_simulate_describes_and_plots(capsys, tmp_path):
         ([*SMALL, *SIZES, "--forms", "recompute:40"], "stores nothing"),
         ([*SMALL, *SIZES, "--sessions", "0"], "--sessions '0': give a whole number"),
         ([*SMALL, *SIZES, "--alpha", "1"], "--alpha: only l-eval"),
+        ([*SMALL, *SIZES, "--policy", "none"], "--policy none keeps nothing: give --dram-gb 0"),
+        ([*SMALL, *SIZES, "--gpu", "A1"], "--gpu: unknown GPU 'A1': give one of"),
+        ([*SMALL, *SIZES, "--gpu", "L20", "--gpu-tflops", "9"], "--gpu-tflops: --gpu has its own"),
+        ([*SMALL, *SIZES, "--kv-tokens", "9"], "--kv-tokens '9': give a whole number from 128"),
+        ([*SMALL, *SIZES, "--kv-tokens", "9999", "--hbm-gb", "1"], "--hbm-gb: --kv-tokens holds"),
+        ([*SMALL, *SIZES, "--multi-turn-share", "2"], "--multi-turn-share '2': give a number"),
+        (["--workload", "l-eval", *SMALL[2:], *SIZES, "--tokens-per-turn", "9"], "only attention"),
         ([*SMALL, *SIZES, "--plot", "/nowhere/x.png"], "--plot /nowhere/x.png: cannot be"),
     ],
 )
@@ -100,3 +116,125 @@ def test_capacity_says_it_in_words(capsys):
 def test_capacity_refuses_a_target_that_is_no_share(capsys, target):
     assert main(["capacity", *SMALL, "--target", target]) == 2
     assert "--target" in capsys.readouterr().err
+
+
+def test_a_server_without_tiers_is_simulated(capsys):
+    assert main(["simulate", *SMALL, "--policy", "none", *NOTHING, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["hit_rate"] == data["restored_share"] == 0
+    spent = data["prefill_seconds"] + data["decode_seconds"] + data["idle_seconds"]
+    assert spent == pytest.approx(data["simulated_seconds"], rel=1e-3)
+    assert data["output_tokens_per_second"] > 0
+    for name in ("queue_wait", "service_ttft", "ttft"):
+        p50, p90, p99 = (data[f"{name}_{which}"] for which in ("p50", "p90", "p99"))
+        assert p50 <= p90 <= p99 and p50 / 50 <= data[f"{name}_mean"] <= p99
+
+
+def profile(folder, **changes):
+    """A profile of llama-13b, whose disk takes 1 us for a token of a layer."""
+    cost = dataclasses.replace(
+        cost_model(host=1e-7, disk=1e-6, project=1e-9, prefill=1e-5),
+        step=StepFit(Fit(1e-4, 1e-5), 1e-9),
+        head=1e-3,
+        shape=StateShape(40, 5120 * 4, (5120 * 4, 5120 * 4), "torch.float32"),
+    )
+    path = folder / "profile.json"
+    path.write_text(encode(dataclasses.replace(cost, **changes)))
+    return str(path)
+
+
+def test_a_profile_is_a_machine_and_its_elements_count(capsys, tmp_path):
+    words = [*SMALL, *SIZES, "--gpus", "1", "--profile", profile(tmp_path), "--forms", "auto"]
+    assert main(["simulate", *words, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["layer_plan"] == "hidden:40", "half the bytes at the same price a byte"
+    assert data["token_bytes"] == 40 * 5120 * 4
+    assert 0 < data["restored_share"] <= data["hit_rate"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "says"),
+    [
+        ({"step": None}, [], "--profile: .*: measured without decode steps; write a new one"),
+        (
+            {"shape": StateShape(32, 8192, (8192,), "float16")},
+            [],
+            "32 layers of 4096, and this one",
+        ),
+        ({}, ["--gpus", "2"], "measured on one GPU; leave --gpus out"),
+        ({}, ["--link-gbps", "20"], "--link-gbps: --profile has all costs; leave one"),
+        ({}, ["--profile", "/nowhere"], "--profile: /nowhere: cannot be read"),
+        ({}, ["--profile", __file__], "--profile: .*give a file of|--profile: .*JSON"),
+        ({"copies": {SourceTier.HOST: TierCopy(Fit(0, 1), Fit(0, 1))}}, [], "no costs for disk"),
+    ],
+)
+def test_a_profile_of_something_else_is_one_sentence(capsys, tmp_path, changes, words, says):
+    given = [*SMALL, *SIZES, "--gpus", "1", "--profile", profile(tmp_path, **changes), *words]
+    for command in (["simulate", *given], ["capacity", *given[:6], *given[10:]]):
+        assert main(command) == 2
+        error = capsys.readouterr().err.strip()
+        assert re.search(says, error) and "\n" not in error
+
+
+def test_the_machine_is_that_of_plan(capsys):
+    seconds = {}
+    for gpu in ("A100-40G", "H100"):
+        assert main(["simulate", *SMALL, *SIZES, "--gpu", gpu, "--json"]) == 0
+        seconds[gpu] = json.loads(capsys.readouterr().out)["prefill_seconds"]
+    assert seconds["H100"] < 0.6 * seconds["A100-40G"]
+
+
+BUY = ["--workload", "attentionstore", "--sessions", "40", "--model", "llama-13b", "--rate", "0.2"]
+BUY += ["--think", "5", "--gpu-tflops", "15", "--output-cap", "4"]
+
+
+@pytest.mark.long
+def test_what_to_buy_is_small_enough_and_confirmed(capsys, tmp_path):
+    """Ranked by cost; a size a tenth smaller misses the target; `simulate` says the same."""
+    report = tmp_path / "report.html"
+    words = [*BUY, "--ttft-p90", "23", "--forms", "kv,hidden", "--report", str(report)]
+    assert main(["capacity", *words, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    rows = answer["rows"]
+    assert {row["form"] for row in rows} == {"none", "kv", "hidden"} and len(rows) == 5
+    meeting = [row["cost_per_million_tokens"] for row in rows if row["meets"]]
+    assert meeting == sorted(meeting) and 0 < len(meeting) < 5
+    assert any(not row["ssd_gb"] for row in rows if row["form"] == "kv")
+    best = rows[0]
+
+    def p90(dram):
+        sizes = ["--dram-gb", str(dram), "--disk-gb", str(best["ssd_gb"])]
+        assert main(["simulate", *BUY, "--forms", best["form"], *sizes, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["ttft_p90"]
+
+    assert p90(best["dram_gb"]) == pytest.approx(best["p90"], rel=0.01) and best["p90"] <= 23
+    assert p90(best["dram_gb"] / 1.1) > 23
+    page = report.read_text()
+    assert answer["says"] in page and "data:image/png;base64" in page
+
+
+def test_nothing_to_buy_is_said(capsys, tmp_path):
+    prices = tmp_path / "prices.json"
+    given = {
+        "currency": "EUR",
+        "source": "ours",
+        "gpu_hour": 1,
+        "dram_gb_hour": 1,
+        "ssd_gb_hour": 0,
+    }
+    prices.write_text(json.dumps(given))
+    words = [*BUY, "--ttft-p90", "1e-5", "--price-file", str(prices)]
+    assert main(["capacity", *words]) == 1
+    out = capsys.readouterr().out
+    assert "nothing meets the target" in out and "EUR" in out
+    prices.write_text(json.dumps({**given, "gpu_hour": -1}))
+    assert main(["capacity", *words]) == 2
+    assert re.search(r"--price-file: .*gpu_hour", capsys.readouterr().err)
+    assert main(["capacity", *BUY, "--price-file", str(prices)]) == 2
+    assert "--price-file: costs are ranked with --ttft-p90" in capsys.readouterr().err
+
+
+def test_the_papers_prices_and_times_save_what_the_paper_saves():
+    prices = sample_prices()
+    for gain, gpus, saved in ((4.0, 2, 70), (1.9, 4, 42), (3.3, 4, 67), (3.4, 4, 68)):
+        assert 100 * prices.saved(gain, gpus, 128e9, 10e12) == pytest.approx(saved, abs=1)

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from sglang_hc.tools.simulator.clairvoyant import replay
-from sglang_hc.tools.simulator.engine import Engine
+from sglang_hc.tools.simulator.costs import GpuCosts
+from sglang_hc.tools.simulator.engine import Engine, Serving
 from sglang_hc.tools.simulator.jobs import OVERFLOW_MODES, Overflow
-from sglang_hc.tools.simulator.models import GpuCosts, load_model
+from sglang_hc.tools.simulator.models import load_model
 from sglang_hc.tools.simulator.run import SIMULATED_POLICIES, Setup, simulate
 from sglang_hc.tools.simulator.tiers import TieredCache
 from sglang_hc.tools.simulator.workloads import attentionstore, l_eval, sharegpt4
@@ -20,20 +21,21 @@ SAMPLES = Path(__file__).parents[3] / "benchmark" / "simulator" / "samples"
 
 MODEL = load_model("llama-13b")
 CONVERSATIONS = attentionstore(sessions=60, rate=4.0, think=0.0)
-SCARCE = Setup(CONVERSATIONS, MODEL, dram=15e9, disk=30e9, max_batch=2)
+SCARCE = Setup(CONVERSATIONS, MODEL, dram=15e9, disk=30e9, serving=Serving(max_batch=2))
+KEEPING = [policy for policy in SIMULATED_POLICIES if policy != "none"]
 PLENTY = Setup(CONVERSATIONS, MODEL, dram=1e12, disk=1e12)
 
 
 @pytest.mark.parametrize("overflow", OVERFLOW_MODES)
-@pytest.mark.parametrize("policy", SIMULATED_POLICIES)
+@pytest.mark.parametrize("policy", KEEPING)
 def test_with_room_for_everything_everything_is_hit(policy, overflow):
-    setup = dataclasses.replace(PLENTY, policy=policy, overflow=overflow)
+    setup = dataclasses.replace(PLENTY, policy=policy, serving=Serving(overflow=overflow))
     measures = simulate(setup).measures
     assert measures.hit_tokens == measures.reusable
     assert measures.turn_hits == measures.returning_turns > 50
 
 
-@pytest.mark.parametrize("policy", SIMULATED_POLICIES)
+@pytest.mark.parametrize("policy", KEEPING)
 def test_tiers_and_window_add_up_when_all_is_served(policy):
     setup = dataclasses.replace(SCARCE, policy=policy, device=2e9)
     served = []
@@ -46,7 +48,7 @@ def test_tiers_and_window_add_up_when_all_is_served(policy):
 
 
 @pytest.mark.parametrize("policy", ["queue", "lru"])
-@pytest.mark.parametrize("prefetch", ["queue", "on-arrival", "off"])
+@pytest.mark.parametrize("prefetch", ["queue", "on-arrival", "at-turn", "off"])
 def test_no_slot_is_lost_or_owned_twice(policy, prefetch):
     setup = dataclasses.replace(SCARCE, device=1e9)
     costs = GpuCosts(MODEL)
@@ -91,17 +93,17 @@ def test_samples_run_through(name):
 
 def test_prefetch_brings_the_hits_into_dram():
     share = {}
-    for prefetch in ("queue", "off"):
+    for prefetch in ("queue", "at-turn"):
         setup = dataclasses.replace(SCARCE, disk=1e12, prefetch=prefetch)
         measures = simulate(setup).measures
         share[prefetch] = (measures.host + measures.device) / measures.hit_tokens
-    assert share["queue"] > 0.9 > share["off"]
+    assert share["queue"] > 0.9 > share["at-turn"]
 
 
 def test_the_less_a_cut_invalidates_the_more_is_hit():
     """Moved state beats a cut in steps that is prefilled once, and that beats sliding each turn."""
     moved, stepped, slid = (
-        simulate(dataclasses.replace(PLENTY, overflow=mode)).measures
+        simulate(dataclasses.replace(PLENTY, serving=Serving(overflow=mode))).measures
         for mode in ("reembed", "recompute", "off")
     )
     assert moved.prompt_tokens == stepped.prompt_tokens
@@ -120,7 +122,7 @@ def test_a_recorded_run_replayed_gives_the_same_hits_and_evictions(policy):
     setup = dataclasses.replace(SCARCE, policy=policy)
     run = simulate(setup)
     costs = GpuCosts(MODEL)
-    cache = TieredCache(setup.sizes, costs, policy=policy, prefetch="off")
+    cache = TieredCache(setup.sizes, costs, policy=policy, prefetch="at-turn")
     again = replay(CONVERSATIONS, Overflow("off", MODEL.context), run.events, cache, costs)
     for name in ("turns", "turn_hits", "host", "disk", "reusable", "prompt_tokens"):
         assert getattr(again, name) == getattr(run.measures, name)
@@ -129,5 +131,5 @@ def test_a_recorded_run_replayed_gives_the_same_hits_and_evictions(policy):
 
 
 def test_ready_first_serves_everyone():
-    setup = dataclasses.replace(SCARCE, ready_first=True)
+    setup = dataclasses.replace(SCARCE, serving=Serving(max_batch=2, ready_first=True))
     assert simulate(setup).measures.turns == simulate(SCARCE).measures.turns

@@ -6,7 +6,8 @@ import pytest
 
 from sglang_hc.errors import ConfigError
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.tools.simulator.models import MODEL_NAMES, GpuCosts, Machine, load_model
+from sglang_hc.tools.simulator.costs import GpuCosts, Machine
+from sglang_hc.tools.simulator.models import MODEL_NAMES, load_model
 
 MIB = 2**20
 

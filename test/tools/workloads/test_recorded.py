@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, count
 from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings
@@ -68,3 +68,37 @@ def test_a_second_turn_continues_the_first_answer(tmp_path: Path) -> None:
     said = prompt_of(one) + one.answer.packed
     assert len(said) == 160 * TOKEN_BYTES and prompt_of(two).startswith(said)
     assert aborted.answer.length == 0
+
+
+def test_in_a_closed_loop_a_turn_waits_for_the_answer_before(tmp_path: Path) -> None:
+    """Turns are found by what they begin with; one that shares only a system prompt is nobody's
+    later turn, and of two that go on from one answer the second is a conversation of its own."""
+    now = count(0.0, 10.0)
+    recorder = Recorder(tmp_path / "t.jsonl", {}, b"f" * 16, clock=lambda: next(now))
+    first, answer = list(range(100)), list(range(500, 560))
+    later = [*first, *answer, 7, 8]
+
+    def arrives(number: int, prompt: list[int]) -> None:
+        recorder.arrived(Serial(number), Prefix(None, pack_tokens(prompt)))
+
+    def ends(number: int, tokens: list[int]) -> None:
+        recorder.finished(Serial(number), Prefix(None, pack_tokens(tokens)))
+
+    arrives(0, first)
+    ends(0, first + answer)
+    arrives(1, later)
+    arrives(2, [*first, *answer, 9])
+    arrives(3, [*first[:90], 1, 2])
+    for number, tokens in ((1, [*later, 5]), (2, [*first, *answer, 9, 9]), (3, first[:90])):
+        ends(number, tokens)
+    recorder.close()
+    open_loop = read_trace(tmp_path / "t.jsonl", Timing())
+    assert [len(session.turns) for session in open_loop.sessions] == [1, 1, 1, 1]
+    closed = read_trace(tmp_path / "t.jsonl", Timing(), closed_loop=True)
+    talk, *others = closed.sessions
+    assert [len(session.turns) for session in closed.sessions] == [2, 1, 1]
+    opened, resumed = talk.turns
+    assert talk.whole and opened.at is not None and resumed.at is None
+    record = {s.turns[0].new_tokens: s.arrival for s in open_loop.sessions}
+    assert 0 < resumed.think < record[162] - record[100]
+    assert {session.turns[0].new_tokens for session in others} == {161, 92}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -13,14 +14,18 @@ from sglang.srt.runtime_context import publish
 from sglang.srt.server_args import PortArgs, prepare_server_args
 
 from sglang_hc.errors import ConfigError
+from sglang_hc.forms import StateShape
 from sglang_hc.policy.cost_model import CostModel
+from sglang_hc.policy.fit import fit_step
 from sglang_hc.srt.arguments.server_args import ALWAYS_ENV
 from sglang_hc.srt.binding import arguments, parallel
 from sglang_hc.srt.engine import in_place
 from sglang_hc.srt.model import calibrate, families
 from sglang_hc.srt.model.exactness import choose_product, disagreement, prepare
 from sglang_hc.srt.model.model_state import hidden_excluded
+from sglang_hc.srt.model.scratch_layer import model_shape
 from sglang_hc.srt.ranks.start_group import StartGroup
+from sglang_hc.srt.start.timed_engine import SHORT, Timed, timed_engine
 
 
 class Loaded(NamedTuple):
@@ -32,10 +37,22 @@ class Loaded(NamedTuple):
 
 
 def profile_model(model: str, disks: tuple[str, ...], flags: Sequence[str]) -> CostModel:
-    """Costs of `model` under SGLang's `flags`. Raises ConfigError for what cannot be measured."""
+    """Costs of `model` under SGLang's `flags`, with those of the passes of a whole engine, which
+    runs and ends before. Raises ConfigError for what cannot be measured."""
+    timed = timed_engine(model, flags)
     loaded = load_model(model, flags)
     alone = StartGroup.of_model()
-    return calibrate.measured(loaded.runner, disks, loaded.layers, loaded.hidden, alone)
+    cost = calibrate.measured(loaded.runner, disks, loaded.layers, loaded.hidden, alone)
+    return with_passes(cost, model_shape(loaded.runner), timed)
+
+
+def with_passes(cost: CostModel, shape: StateShape, timed: Timed) -> CostModel:
+    """The costs of layers with those of passes: steps are shared among the layers, and of a short
+    prompt the head is what its layers do not take."""
+    layers = shape.num_layers
+    step = fit_step([(batch, context, took / layers) for batch, context, took in timed.steps])
+    head = timed.short - layers * cost.prefill_layer(SHORT, 0)
+    return replace(cost, step=step, head=max(0.0, head), shape=shape)
 
 
 def load_model(model: str, flags: Sequence[str]) -> Loaded:

@@ -13,16 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from sglang_hc.policy.eviction import POLICIES
-from sglang_hc.tools.cli.load import (
-    add_load_options,
-    read_machine,
-    read_model,
-    read_workload,
-    turns_bar,
-)
-from sglang_hc.tools.cli.main import UsageError, count, number
+from sglang_hc.tools.cli import buying
+from sglang_hc.tools.cli.load import add_load_options, read_setup, turns_bar
+from sglang_hc.tools.cli.main import UsageError, number
 from sglang_hc.tools.simulator.capacity import CapacityPoint, smallest_reaching
-from sglang_hc.tools.simulator.run import Setup, simulate
+from sglang_hc.tools.simulator.run import Setup, simulate, state_bytes
 from sglang_hc.tools.workloads.sessions import Workload
 
 STEPS_PER_DOUBLING = 2
@@ -58,25 +53,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="wanted share of the hits that are in DRAM in time (default: %(default)s)",
     )
     parser.add_argument("--policy", choices=POLICIES, default="queue", help="(default: queue)")
+    buying.configure(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the curve as a PNG")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Search, print, and plot if asked. Exit status 1 if the target is out of reach."""
+    if args.ttft_p90 is not None:
+        return buying.run(args)
+    for option in ("--price-file", "--report"):
+        if getattr(args, option[2:].replace("-", "_")) is not None:
+            raise UsageError(f"{option}: costs are ranked with --ttft-p90 only; add it")
     target = number("--target", args.target, low=0.01, high=1.0)
     dram_target = number("--dram-target", args.dram_target, low=0.0, high=1.0)
-    setup = Setup(
-        workload=read_workload(args),
-        model=read_model(args),
-        dram=0.0,
-        disk=0.0,
-        device=number("--hbm-gb", args.hbm_gb) * 1e9,
-        policy=args.policy,
-        machine=read_machine(args),
-        max_batch=count("--batch", args.batch),
-        overflow=args.overflow,
-    )
+    setup = read_setup(args, 0.0, 1.0, args.policy)
     search = _Search(setup, quiet=not sys.stderr.isatty())
     answer = search.answer(target, dram_target)
     if answer is None:
@@ -108,7 +99,7 @@ class _Search:
     def answer(self, target: float, dram_target: float) -> Answer | None:
         """Search the total first, with DRAM in the paper's proportion, then the least DRAM."""
         slot = self._setup.model.slot_bytes
-        largest = self._everything()
+        largest = state_bytes(self._setup) + SMALLEST_DRAM_BLOCKS * slot
         sizes = _sizes(SMALLEST_DRAM_BLOCKS * slot, largest)
 
         def total_hit_rate(total: float) -> float:
@@ -138,16 +129,6 @@ class _Search:
             return float(hit_rate >= target and share >= dram_target)
 
         return measure
-
-    def _everything(self) -> float:
-        """Bytes that hold all state the load ever has."""
-        model = self._setup.model
-        tokens = 0
-        for session in self._setup.workload.sessions:
-            lengths = [turn.new_tokens + turn.answer.length for turn in session.turns]
-            tokens += min(max(lengths) if session.whole else sum(lengths), model.context)
-        blocks = tokens // 64 + len(self._setup.workload.sessions) + SMALLEST_DRAM_BLOCKS
-        return float(blocks * model.slot_bytes)
 
     def _measure(self, dram: float, disk: float) -> tuple[float, float]:
         key = (int(dram), int(disk))

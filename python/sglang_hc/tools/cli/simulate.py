@@ -1,22 +1,17 @@
-"""`sglang-hc simulate`: hit rates of a load on tiers of given sizes, under one eviction policy."""
+"""`sglang-hc simulate`: what tiers of given sizes hit under a load, and how long it takes."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from sglang_hc.config import FLAGS
-from sglang_hc.tools.cli.load import (
-    add_load_options,
-    read_machine,
-    read_model,
-    read_workload,
-    turns_bar,
-)
-from sglang_hc.tools.cli.main import UsageError, count, number
-from sglang_hc.tools.simulator.run import SIMULATED_POLICIES, Result, Setup, simulate
+from sglang_hc.tools.cli.load import add_load_options, read_setup, turns_bar
+from sglang_hc.tools.cli.main import UsageError, number
+from sglang_hc.tools.simulator.run import AT_TURN, SIMULATED_POLICIES, Result, simulate
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -28,12 +23,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--policy",
         choices=SIMULATED_POLICIES,
         default="queue",
-        help="eviction in all tiers; belady knows the future and is a bound (default: queue)",
+        help="eviction in all tiers; belady knows the future and is a bound; none: no tiers "
+        "(default: queue)",
     )
     parser.add_argument(
         "--prefetch",
-        choices=FLAGS["prefetch"].choices,
-        help="disk to host (default: queue with queue and belady, else off)",
+        choices=(*(FLAGS["prefetch"].choices or ()), AT_TURN),
+        help="disk to host; off: the disk is never read, as in the server; at-turn: when a request "
+        "is admitted (default: queue with queue and belady, else at-turn)",
     )
     parser.add_argument(
         "--schedule",
@@ -48,25 +45,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate and print. Exit status 0. Raises UsageError."""
     dram, disk = number("--dram-gb", args.dram_gb), number("--disk-gb", args.disk_gb)
-    model = read_model(args)
-    setup = Setup(
-        workload=read_workload(args),
-        model=model,
-        dram=dram * 1e9,
-        disk=disk * 1e9,
-        device=number("--hbm-gb", args.hbm_gb) * 1e9,
-        policy=args.policy,
-        prefetch=args.prefetch,
-        machine=read_machine(args),
-        max_batch=count("--batch", args.batch),
-        overflow=args.overflow,
-        ready_first=args.schedule == "ready-first",
-    )
+    setup = read_setup(args, dram * 1e9, disk * 1e9, args.policy)
+    serving = replace(setup.serving, ready_first=args.schedule == "ready-first")
+    setup = replace(setup, prefetch=args.prefetch, serving=serving)
     sizes = setup.sizes
-    if not (sizes.device or sizes.host or sizes.disk):
+    if args.policy == "none":
+        if dram or disk:
+            raise UsageError("--policy none keeps nothing: give --dram-gb 0 --disk-gb 0")
+    elif not (sizes.device or sizes.host or sizes.disk):
         raise UsageError(
             f"--dram-gb, --disk-gb, --hbm-gb: no tier holds one block of "
-            f"{model.slot_bytes / 1e6:.1f} MB; give more"
+            f"{setup.model.slot_bytes / 1e6:.1f} MB; give more, or --policy none"
         )
     if sizes.disk and not sizes.host:
         raise UsageError("--dram-gb: the disk tier works through host memory; give it some")
@@ -85,21 +74,34 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(result: Result) -> str:
     """A table a person can read."""
-    data, measures = result.as_json(), result.measures
+    data, measures, gpu = result.as_json(), result.measures, result.measures.gpu
     rows = [
         ("load", f"{data['workload']}, {measures.turns} turns counted"),
         ("model", f"{data['model']}, {data['layer_plan']}"),
         ("state", f"{result.setup.model.token_bytes / 2**20:.3f} MiB per token"),
         ("policy", f"{data['policy']}, prefetch {data['prefetch']}"),
         ("token hit rate", f"{_percent(data, 'hit_rate')} of prompt tokens"),
+        ("", f"{_percent(data, 'restored_share')} restored, as that was faster than computing"),
         ("", f"{_percent(data, 'reusable_hit_rate')} of what an endless cache would hit"),
         ("turn hit rate", f"{_percent(data, 'turn_hit_rate')} of turns, first turns included"),
         ("", f"{_percent(data, 'returning_turn_hit_rate')} of turns with anything to reuse"),
         ("hits from DRAM", _percent(data, "dram_share_of_hits")),
-        ("TTFT", f"median {measures.quantile(0.5):.2f} s, p90 {measures.quantile(0.9):.2f} s"),
-        ("simulated", f"{measures.simulated_seconds:.0f} s in {result.seconds:.1f} s"),
+        ("waiting", _times(data, "queue_wait")),
+        ("then TTFT", _times(data, "service_ttft")),
+        ("together", _times(data, "ttft")),
+        (
+            "GPU time",
+            f"prefill {gpu.prefill:.0f} s, decode {gpu.decode:.0f} s, idle {gpu.idle:.0f} s",
+        ),
+        ("output", f"{data['output_tokens_per_second']:.1f} tokens/s"),
+        ("simulated", f"{gpu.now:.0f} s in {result.seconds:.1f} s"),
     ]
     return "\n".join(f"{name:<16}{text}" for name, text in rows)
+
+
+def _times(data: dict[str, object], name: str) -> str:
+    mean, median, p90, p99 = (data[f"{name}_{which}"] for which in ("mean", "p50", "p90", "p99"))
+    return f"median {median:.2f} s, mean {mean:.2f}, p90 {p90:.2f}, p99 {p99:.2f}"
 
 
 def _percent(data: dict[str, object], key: str) -> str:

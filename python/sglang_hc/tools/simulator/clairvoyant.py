@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sglang_hc.policy.eviction import B, Entry, EvictionPolicy, Key
+from sglang_hc.tools.simulator.costs import GpuCosts
 from sglang_hc.tools.simulator.disk import ReadQueue
 from sglang_hc.tools.simulator.engine import Event
 from sglang_hc.tools.simulator.jobs import Conversation, Overflow
 from sglang_hc.tools.simulator.measures import Measures
-from sglang_hc.tools.simulator.models import GpuCosts
+from sglang_hc.tools.simulator.prompts import Prompt
 from sglang_hc.tools.simulator.tiers import TieredCache
 from sglang_hc.tools.workloads.sessions import Workload
 
@@ -34,7 +35,7 @@ class Oracle:
                 waiting[event.session] = talk.next_job(0)
             elif event.kind == "admit":
                 admissions.append(waiting[event.session].needs)
-            else:
+            elif event.kind == "finish":
                 talk.answered(waiting.pop(event.session))
         for index in range(len(admissions) - 1, -1, -1):  # soonest use last, ready to be popped
             for identity in admissions[index]:
@@ -74,7 +75,8 @@ def replay(
 ) -> Measures:
     """Drive `cache` through the recorded events and count what it hits.
 
-    Times of transfers are simulated; everything else happens when the record says.
+    Times of transfers are simulated; everything else happens when the record says, and all that is
+    found counts as restored.
     """
     talks = [Conversation(i, s, overflow) for i, s in enumerate(workload.sessions)]
     measures = Measures()
@@ -82,6 +84,7 @@ def replay(
     jobs = {}
     disk = ReadQueue(costs)
     served, numbers = 0, 0
+    prompts: dict[int, Prompt] = {}
     for event in events:
         for time, transfer in disk.through(event.time):
             cache.fetched(transfer, time)
@@ -98,12 +101,19 @@ def replay(
             served += 1
             if oracle is not None:
                 oracle.admitted()
-            reusable, found = cache.reusable(job), cache.find(job, event.time)
+            found = cache.find(job, event.time)
+            prompt = Prompt(job, found, None, found.host + found.disk, admitted=event.time)
+            prompt.reusable = cache.reusable(job)
             if served > workload.warmup_turns:
-                measures.admitted(job, found, reusable, found.tokens, event.time - job.arrived)
+                prompts[event.session] = prompt
             cache.admit(job, found, event.time, load=event.loaded and bool(found.disk_blocks))
             cache.prefetcher.admitted([job.number], event.time)
             queue.remove(job.number)
+        elif event.kind == "first":
+            if event.session in prompts:
+                measures.answered(prompts.pop(event.session), event.time)
+            measures.output_tokens += jobs[event.session].output_tokens
+            continue
         else:
             job = jobs.pop(event.session)
             talk.answered(job)
@@ -113,5 +123,4 @@ def replay(
             cache.look_ahead(queue)
             cache.prefetch(event.time)
             disk.begin(cache.take_started(), event.time)
-    measures.simulated_seconds = events[-1].time if events else 0.0
     return measures

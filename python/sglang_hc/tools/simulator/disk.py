@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import EvictionPolicy
-from sglang_hc.tools.simulator.models import GpuCosts
+from sglang_hc.tools.simulator.costs import GpuCosts
 from sglang_hc.tree.promotions import Promotion
 
 

@@ -1,38 +1,49 @@
 """Discrete events: arrivals, continuous batching on one server's GPUs, transfers from the disks.
 
-    arrive -> waiting -> admitted (prefill; decoding stops meanwhile) -> decoding -> finished
-                 |  prefetch: disk -> host                                 |-> next turn arrives
+    arrive -> waiting -> admitted -> prompt computed (first token) -> decoding -> finished
+                 |  prefetch: disk -> host                                     |-> next turn arrives
+                 |  restored ahead: host -> device
 
-Decode steps are not simulated one by one: while the batch stays the same they take the same time.
+As in SGLang a pass over prompts comes before a decode step. Decode steps are not simulated one by
+one: while the batch stays the same they take the same time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import islice
 
-from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.restore_plan import RestorePlan
 from sglang_hc.queue.admission import ON_THE_WAY, Admission
-from sglang_hc.queue.meeting import Action, Meeting
+from sglang_hc.tools.simulator.ahead import RestoredAhead
+from sglang_hc.tools.simulator.costs import GpuCosts, Part
 from sglang_hc.tools.simulator.disk import ReadQueue
+from sglang_hc.tools.simulator.gpu import Decoding, GpuTime
 from sglang_hc.tools.simulator.jobs import Conversation, Job, Overflow
 from sglang_hc.tools.simulator.measures import Measures
-from sglang_hc.tools.simulator.models import GpuCosts
+from sglang_hc.tools.simulator.met import MetHistories
+from sglang_hc.tools.simulator.prompts import Prompt
 from sglang_hc.tools.simulator.tiers import Found, TieredCache
 from sglang_hc.tools.workloads.sessions import Workload
 
 CONSIDERED = 64
 """Waiting requests that one pass looks at for admission."""
 
+LONG_QUEUE = 256
+"""With so many waiting requests nothing is looked for while the batch is full."""
+
+WHOLE_PROMPTS = 16384
+"""Tokens of prompts in a pass where they are not cut into chunks: SGLang's --max-prefill-tokens."""
+
+PAUSE = 0.01
+"""Seconds until an idle server looks again at a request that waits for nothing that will come."""
+
 
 @dataclass(frozen=True)
 class Event:
-    """What happened to a request, for `clairvoyant.replay`. kind: arrive, admit or finish.
+    """What happened to a request, for `clairvoyant.replay`. kind: arrive, admit, first or finish.
 
     loaded: at an admission, whether blocks were read from disk for it.
     """
@@ -43,111 +54,99 @@ class Event:
     loaded: bool = False
 
 
-@dataclass
-class _Running:
-    job: Job
-    context: int
+@dataclass(frozen=True)
+class Serving:
+    """How a server is run.
 
-
-@dataclass
-class _Met:
-    """A request that meets its history, of which `stop` tokens are stored.
-
-    head: tokens that the device has, or gets with the next chunk; the last `held` of them are in
-    host memory, and `context` before those are on the device. restored: tokens until now, without
-    those that came early. began: a chunk of it has run.
+    chunk: tokens of prompts in one pass, 0 for whole prompts; with chunks the last one is cut.
+    mixed: running requests decode in such a pass too. overflow: one of `jobs.OVERFLOW_MODES`.
+    output_cap: tokens that are decoded of an answer at most; the conversation goes on with all.
+    read_buffer: see `RestoredAhead`.
     """
 
-    job: Job
-    meeting: Meeting
-    stop: int
-    head: int
-    context: int
-    held: int
-    restored: int = 0
-    began: bool = False
-
-    @property
-    def early(self) -> int:
-        """Tokens behind the head that the device has, because they were restored as they came."""
-        return BLOCK_TOKENS * len(self.meeting.load.restored)
+    max_batch: int = 24
+    chunk: int = 8192
+    mixed: bool = False
+    ready_first: bool = False
+    overflow: str = "off"
+    output_cap: int | None = None
+    read_buffer: bool = False
 
 
 @dataclass
 class Engine:
     """One server working through a workload.
 
-    overflow: one of `jobs.OVERFLOW_MODES`. `on_served` is called with the number of turns admitted
-    so far.
+    `on_served` is called with the number of turns admitted so far.
     """
 
     workload: Workload
     cache: TieredCache
     costs: GpuCosts
-    max_batch: int = 24
-    ready_first: bool = False
-    overflow: str = "off"
+    serving: Serving = field(default_factory=Serving)
     on_served: Callable[[int], None] | None = None
-    now: float = 0.0
     events: list[Event] = field(default_factory=list)
     measures: Measures = field(default_factory=Measures)
 
     def __post_init__(self) -> None:
-        overflow = Overflow(self.overflow, self.costs.model.context)
+        overflow = Overflow(self.serving.overflow, self.costs.model.context)
         self._talks = [Conversation(i, s, overflow) for i, s in enumerate(self.workload.sessions)]
         self._admission = Admission(self.cache.window.requests)
         self._agenda: list[tuple[float, int, int]] = []
+        self._gpu = GpuTime()
+        self._captures = self.cache.host is not None
+        self._decoding = Decoding(self.costs, self._captures)
         self._disk = ReadQueue(self.costs)
+        self._ahead = RestoredAhead(self.cache, self.costs, self.serving.read_buffer)
+        self._met = MetHistories(self.cache, self.costs, self._gpu, self._decoding, self._disk)
         self._ticket = 0
         self._queue: list[int] = []
         self._queue_changed = False
-        self._running: dict[int, _Running] = {}
-        self._ends: list[tuple[float, int]] = []
-        self._steps = 0.0
-        self._step_seconds = 0.0
-        self._context = 0
+        self._unfinished: Prompt | None = None
         self._passed: set[int] = set()
         self._served = 0
         self._numbers = 0
+
+    @property
+    def now(self) -> float:
+        return self._gpu.now
 
     def run(self) -> Measures:
         """Serve everything. Deterministic: the same workload gives the same events."""
         for talk in self._talks:
             if talk.session.turns:
                 self._schedule(talk.session.arrival, talk.index)
-        while self._agenda or self._disk or self._running:
-            self._advance()
-            if self._queue and (len(self._running) < self.max_batch or len(self._queue) < 256):
-                self._pass()
-        self.measures.simulated_seconds = self.now
+        while self._agenda or self._disk or self._decoding or self._queue or self._unfinished:
+            self._receive()
+            if self._prefill():
+                continue
+            if self._decoding:
+                self._decode()
+            else:
+                self._idle()
+        self.measures.gpu = self._gpu
         return self.measures
+
+    # -- events ------------------------------------------------------------------------------------
 
     def _schedule(self, time: float, talk: int) -> None:
         self._ticket += 1
         heappush(self._agenda, (time, self._ticket, talk))
 
-    def _advance(self) -> None:
-        """To the next finish, arrival or end of a read, whichever comes first."""
-        arrival = self._agenda[0][0] if self._agenda else math.inf
-        coming = min(arrival, self._disk.next_end)
-        if self._ends:
-            end = self.now + (self._ends[0][0] - self._steps) * self._step_seconds
-            if end <= coming:
-                self.now = max(self.now, end)
-                self._steps = self._ends[0][0]
-                while self._ends and self._ends[0][0] <= self._steps:
-                    self._finish(self._running.pop(heappop(self._ends)[1]))
-                self._batch_changed()
-                return
-            if coming > self.now:
-                self._steps += (coming - self.now) / self._step_seconds
-        self.now = max(self.now, coming)
-        if coming < arrival:
-            _, transfer = next(self._disk.through(self.now))
-            self.cache.fetched(transfer, self.now)
-        else:
-            time, _, talk = heappop(self._agenda)
-            self._arrive(self._talks[talk], time)
+    @property
+    def _coming(self) -> float:
+        """When the next request arrives or the next read is through."""
+        return min(self._agenda[0][0] if self._agenda else math.inf, self._disk.next_end)
+
+    def _receive(self) -> None:
+        """What has arrived or come by now, in its order."""
+        while self._coming <= self.now:
+            if self._agenda and self._agenda[0][0] <= self._disk.next_end:
+                time, _, talk = heappop(self._agenda)
+                self._arrive(self._talks[talk], time)
+            else:
+                time, transfer = next(self._disk.through(self.now))
+                self.cache.fetched(transfer, time)
 
     def _arrive(self, talk: Conversation, time: float) -> None:
         job = talk.next_job(self._numbers)
@@ -156,13 +155,28 @@ class Engine:
         self.cache.arrive(job)
         self._queue.append(job.number)
         self._queue_changed = True
-        self.events.append(Event(self.now, "arrive", talk.index))
+        self.events.append(Event(time, "arrive", talk.index))
 
-    def _finish(self, running: _Running) -> None:
-        job = running.job
+    def _decode(self) -> None:
+        """Steps until the first request is through, or until something happens meanwhile."""
+        step, steps = self._decoding.step_seconds, self._decoding.steps_to_end
+        if self._coming < self.now + steps * step:
+            steps = max(1, math.ceil((self._coming - self.now) / step))
+        seconds = steps * step
+        seconds += self._ahead.restore(self._queue, steps, seconds, self.now)
+        self._gpu.decoded(seconds)
+        for job in self._decoding.advance(steps):
+            self._finish(job)
+
+    def _idle(self) -> None:
+        coming = self._coming
+        if coming == math.inf:
+            coming = self.now + PAUSE
+        self._gpu.idle_until(coming)
+
+    def _finish(self, job: Job) -> None:
         talk = self._talks[job.session]
         talk.answered(job)
-        self._context -= running.context
         self._look_ahead()
         self.cache.finish(job, talk.known, talk.chain, self.now)
         self.events.append(Event(self.now, "finish", talk.index))
@@ -170,38 +184,95 @@ class Engine:
             turn = talk.session.turns[talk.turn]
             self._schedule(max(self.now + turn.think, turn.at or 0.0), talk.index)
 
-    def _pass(self) -> None:
-        """One scheduler pass: look ahead, prefetch, admit what fits; and the look at the top of the
-        next one, which comes at once on a server."""
-        self._look_ahead()
-        self._restore_waiting()
-        free = self.max_batch - len(self._running)
-        if free > 0:
-            considered = self._queue[:CONSIDERED]
-            chosen = list(islice(self._admissible(considered), free))
-            self._carry()
-            self._admission.count(considered, chosen)
-            self.cache.prefetcher.admitted(chosen, self.now)
-            for number in chosen:
-                self._queue.remove(number)
-                self._queue_changed = True
-                self._admit(self.cache.jobs[number])
-            if chosen:
-                self._batch_changed()
-                self._look_ahead()
+    # -- a pass over prompts -----------------------------------------------------------------------
 
-    def _restore_waiting(self) -> None:
-        """What has come for a request that meets its history before anything of it is computed."""
-        name, meeting = self.cache.meetings.current
-        if meeting is not None and name in self._queue:
-            self._deliver()
-            head = meeting.first * BLOCK_TOKENS
-            if self._restore_early(self.cache.jobs[name], meeting, head):
-                self._deliver()  # what came meanwhile counts when the request is asked for
+    def _prefill(self) -> bool:
+        """Look ahead, admit what fits, and run the pass; at its end a server looks again. False for
+        no prompt to run."""
+        full = len(self._decoding) + (self._unfinished is not None) >= self.serving.max_batch
+        if self._queue and not (full and len(self._queue) >= LONG_QUEUE):
+            self._look_ahead()
+            if self._met.restore_waiting(self._queue):
+                self._met.carry()
+        batch = [] if self._unfinished is None else [self._unfinished]
+        self._unfinished = None
+        if not full:
+            batch += self._admit(batch)
+        if not batch:
+            return False
+        if batch[0].meeting is not None:
+            self._met.meet(batch[0], self._room)
+            self._first_token(batch[0])
+        else:
+            self._run(batch)
+        if self._queue:
+            self._look_ahead()
+        return True
+
+    @property
+    def _room(self) -> int:
+        """Tokens of prompts in one pass."""
+        return self.serving.chunk or WHOLE_PROMPTS
+
+    def _run(self, batch: list[Prompt]) -> None:
+        """One pass. Who does not get all of its prompt into it goes on in the next one."""
+        left, parts = self._room, []
+        for prompt in batch:
+            tokens = min(prompt.left, left) if self.serving.chunk else prompt.left
+            left -= tokens
+            self._gpu.prefilled(prompt.read)  # the batch waits for the disk
+            parts.append(Part(tokens, prompt.context, prompt.plan))
+        rows = len(self._decoding) if self.serving.mixed else 0
+        seconds = self.costs.pass_seconds(parts, rows, self._decoding.context, self._captures)
+        copies = sum(prompt.plan.copy_seconds for prompt in batch if prompt.plan is not None)
+        seconds += self._ahead.restore(self._queue, 1, seconds - copies, self.now)
+        self._gpu.prefilled(seconds)
+        through = self._decoding.advance(1) if rows else []
+        for prompt, part in zip(batch, parts, strict=True):
+            prompt.ran(part)
+            if prompt.left:
+                self._unfinished = prompt
+            else:
+                self._first_token(prompt)
+        for job in through:
+            self._finish(job)
+
+    def _admit(self, batch: Sequence[Prompt]) -> list[Prompt]:
+        """Waiting requests that join the pass, in the order in which they are asked."""
+        room = self._room - sum(prompt.left for prompt in batch)
+        free = self.serving.max_batch - len(self._decoding) - len(batch)
+        if not self._queue or room <= 0:
+            return []
+        considered = self._queue[:CONSIDERED]
+        chosen: list[Prompt] = []
+        for number in self._admissible(considered):
+            prompt = self._prompt(number, sum(one.copies for one in chosen))
+            if (batch or chosen) and not self._joins(prompt, room):
+                break
+            pool, job = self.cache.pool, prompt.job
+            if pool is not None and not pool.admit(job, prompt.found.device_nodes, self.now):
+                break
+            chosen.append(prompt)
+            room -= prompt.left
+            if prompt.is_alone or len(chosen) == free or room <= 0:
+                break
+        self._met.carry()
+        numbers = [prompt.job.number for prompt in chosen]
+        self._admission.count(considered, numbers)
+        self.cache.prefetcher.admitted(numbers, self.now)
+        for prompt in chosen:
+            self._queue.remove(prompt.job.number)
+            self._queue_changed = True
+            self._begin(prompt)
+        return chosen
+
+    def _joins(self, prompt: Prompt, room: int) -> bool:
+        """Whether a request fits behind others of the same pass."""
+        return not prompt.is_alone and (self.serving.chunk > 0 or prompt.left <= room)
 
     def _admissible(self, considered: Sequence[int]) -> Iterator[int]:
         """Waiting requests that may be admitted, in the order in which they are asked."""
-        if self.ready_first:
+        if self.serving.ready_first:
             considered = self._admission.order(considered, self._readiness)
         for number in considered:
             if self._admission.must_admit(number):
@@ -211,156 +282,72 @@ class Engine:
             else:
                 self._passed.add(number)
 
-    def _carry(self) -> None:
-        """What the tiers have begun to fetch goes through the disk, one after the other."""
-        self._disk.begin(self.cache.take_started(), self.now)
+    def _prompt(self, number: int, busy: float) -> Prompt:
+        """What is restored of a request at its turn, and what is computed. busy: seconds of copies
+        that the link has before its own."""
+        job, costs = self.cache.jobs[number], self.costs
+        found = self.cache.find(job, self.now)
+        ahead = min(self._ahead.tokens(number), found.host)
+        prompt = Prompt(job, found, self.cache.meetings.of(number), ahead)
+        rest = job.prompt_tokens - found.device - found.host
+        host, context = found.host - ahead, found.device + ahead
+        if prompt.meeting is not None:
+            return prompt
+        plan = costs.restored(host, context, rest, busy)
+        prompt.planned(plan)
+        if found.disk and self.cache.at_turn:
+            # Read now: what a server does whose look-ahead is off, in AttentionStore.
+            read = self._disk.backlog(self.now) + costs.read_seconds(found.disk)
+            late = costs.restored(host + found.disk, context, rest - found.disk)
+            if late.tokens and read + late.seconds <= plan.seconds:
+                prompt.planned(late, read)
+        return prompt
 
-    def _deliver(self) -> None:
-        """Reads that are through by now."""
-        for time, transfer in self._disk.through(self.now):
-            self.cache.fetched(transfer, time)
+    def _begin(self, prompt: Prompt) -> None:
+        """The request leaves the queue."""
+        job, cache = prompt.job, self.cache
+        prompt.reusable = cache.reusable(job)
+        prompt.admitted = self.now
+        self._ahead.admitted(job.number)
+        loaded = prompt.read > 0
+        cache.admit(job, prompt.found, self.now, load=loaded)
+        if loaded:
+            self._disk.occupy(prompt.found.disk, self.now)
+        loaded = loaded or prompt.meeting is not None
+        self.events.append(Event(self.now, "admit", job.session, loaded))
+        if job.number in self._passed:
+            prompt.found = prompt.found.as_late()
+        self._passed.discard(job.number)
+        self._served += 1
+        prompt.counts = self._served > self.workload.warmup_turns
+        if self.on_served is not None:
+            self.on_served(self._served)
+
+    def _first_token(self, prompt: Prompt) -> None:
+        """The prompt is computed: its request decodes from now on."""
+        job, cap = prompt.job, self.serving.output_cap
+        self.events.append(Event(self.now, "first", job.session))
+        tokens = job.output_tokens if cap is None else min(job.output_tokens, cap)
+        self.measures.output_tokens += tokens
+        self.measures.served_tokens += job.prompt_tokens + tokens
+        if prompt.counts:
+            self.measures.answered(prompt, self.now)
+        if tokens > 1:
+            self._decoding.add(job, tokens - 1)
+        else:
+            self._finish(job)
 
     def _look_ahead(self) -> None:
         if self._queue_changed:
             self.cache.look_ahead(self._queue)
             self._queue_changed = False
-        self.cache.meetings.decoding = len(self._running)
+        self.cache.meetings.decoding = len(self._decoding)
         self.cache.prefetch(self.now)
-        self._carry()
+        self._met.carry()
 
     def _readiness(self, number: int) -> float:
         if self.cache.window.requests.is_fetching(number):
             return ON_THE_WAY
-        found = self.cache.find(self.cache.jobs[number], self.now)
+        found: Found = self.cache.find(self.cache.jobs[number], self.now)
         host, disk = map(self.costs.token_seconds, (SourceTier.HOST, SourceTier.DISK))
         return host * found.host + disk * found.disk
-
-    def _admit(self, job: Job) -> None:
-        """Restore or recompute, whichever is faster, and prefill; the batch waits for it.
-
-        Without prefetch what is on disk is read now. With it, it was not worth waiting for, or is
-        met in the middle.
-        """
-        reusable = self.cache.reusable(job)
-        found = self.cache.find(job, self.now)
-        meeting = self.cache.meetings.of(job.number)
-        plan = self._plan(job, found)
-        loaded = plan.tokens > found.host
-        self.cache.admit(job, found, self.now, load=loaded)
-        self.events.append(Event(self.now, "admit", job.session, loaded or meeting is not None))
-        if loaded:
-            self._disk.occupy(found.disk, self.now)
-        if meeting is not None:
-            restored = found.device + self._meet(
-                job, found, min(meeting.stop, job.prompt_tokens - 1)
-            )
-        else:
-            restored = found.device + plan.tokens
-            self.now += plan.seconds
-        self._served += 1
-        if self._served > self.workload.warmup_turns:
-            seen = found.as_late() if job.number in self._passed else found
-            self.measures.admitted(job, seen, reusable, restored, self.now - job.arrived)
-        self._passed.discard(job.number)
-        if self.on_served is not None:
-            self.on_served(self._served)
-        context = job.prompt_tokens + job.output_tokens // 2
-        self._running[job.number] = _Running(job, context)
-        self._context += context
-        heappush(self._ends, (self._steps + max(1, job.output_tokens), job.number))
-
-    def _plan(self, job: Job, found: Found) -> RestorePlan:
-        """How what was found below the device is restored, before the rest of the prompt."""
-        rest = job.prompt_tokens - found.device - found.host
-        plan = self.costs.restored(found.host, found.device, rest)
-        if not found.disk or self.cache.prefetcher.mode != "off":
-            return plan
-        tokens, wait = found.host + found.disk, self._disk.backlog(self.now)
-        late = self.costs.restored(tokens, found.device, rest - found.disk, wait)
-        late = replace(late, seconds=late.seconds + self.costs.read_seconds(found.disk))
-        return late if late.tokens and late.seconds <= plan.seconds else plan
-
-    def _meet(self, job: Job, found: Found, stop: int) -> int:
-        """Compute the front of a history in chunks while the disk reads its end, up to `stop`
-        tokens, then restore the rest (`queue/meeting.py`). Returns the tokens that were restored.
-        """
-        meeting = self.cache.meetings.of(job.number)
-        assert meeting is not None
-        met = _Met(job, meeting, stop, found.device + found.host, found.device, found.host)
-        self._batch_changed()  # by who was admitted before in the same pass
-        while met.head < job.prompt_tokens:
-            self._carry()
-            self._deliver()
-            if met.began and self._restore_early(job, meeting, met.head):
-                continue
-            step = self.cache.next_step(job.number, met.head, self.now)
-            if met.began and step.action is Action.WAIT:
-                self._wait_one_pass()
-            elif step.action is Action.RESTORE and self._join(met):
-                plan = self._rest(met)
-                self.now += plan.seconds
-                met.restored += met.early + plan.tokens
-                break
-            else:
-                self._compute(met, step.tokens)
-        return met.restored
-
-    def _compute(self, met: _Met, wanted: int) -> None:
-        """Run the next chunk of the prompt, with what is restored from host memory before it."""
-        job, tokens = met.job, met.job.prompt_tokens - met.head
-        if self.cache.meetings.of(job.number) is not None:
-            # What is here already joins behind the first chunk, which has at least one block.
-            end = -(-(met.head + max(wanted, BLOCK_TOKENS)) // BLOCK_TOKENS) * BLOCK_TOKENS
-            tokens = min(tokens, end - met.head)
-            first = (met.head + tokens) // BLOCK_TOKENS
-            for n in met.meeting.load.restored:
-                if n < first:
-                    met.meeting.load.blocks[n].take_rows()
-        plan = self.costs.restored(met.held, met.context, tokens)
-        self.now += plan.seconds
-        met.restored += plan.tokens
-        met.head += tokens
-        met.held, met.context, met.began = 0, met.head, True
-        self.cache.computed(job, met.head, self.now)
-        self.cache.meetings.decoding = len(self._running)
-
-    def _join(self, met: _Met) -> bool:
-        return self.cache.join(met.job.number, met.head, self.now)
-
-    def _rest(self, met: _Met) -> RestorePlan:
-        """What the last pass does: it restores what the device lacks up to `stop`, and runs the new
-        tokens."""
-        left = max(0, met.stop - met.context - met.early)
-        return self.costs.restored(left, met.context + met.early, met.job.prompt_tokens - met.stop)
-
-    def _restore_early(self, job: Job, meeting: Meeting, head: int) -> bool:
-        """Restore what has come behind `head` tokens, where blocks are restored as they come. False
-        for nothing."""
-        if self.cache.meetings.of(job.number) is not meeting or not meeting.as_they_come:
-            return False
-        if meeting.is_here(head):
-            return False
-        stop = min(meeting.stop, job.prompt_tokens - 1)
-        blocks = range(head // BLOCK_TOKENS, stop // BLOCK_TOKENS)
-        there = set(meeting.load.restored)
-        came = [n for n in blocks if n not in there and meeting.has(n)]
-        if not came or meeting.path_to(head) is None:
-            return False
-        self.now += self.costs.restored_early(len(came))
-        for n in came:
-            meeting.load.blocks[n].write_to(n, meeting.detached_node(n), proven=False)
-        return True
-
-    def _wait_one_pass(self) -> None:
-        """The device is left to those who decode; who ends with it leaves at the next event. Where
-        nobody decodes the next pass finds what the disk has read by then."""
-        self._carry()
-        if self._running:
-            self._steps += 1
-            self.now += self._step_seconds
-        else:
-            self.now = self._disk.next_end
-
-    def _batch_changed(self) -> None:
-        batch = len(self._running)
-        self._step_seconds = self.costs.step_seconds(batch, self._context) if batch else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from sglang_hc.config import FLAGS, HcConfig
 from sglang_hc.policy.overflow import CannotCut, OverflowRule
@@ -84,6 +85,12 @@ class Overflow:
         """Tokens that an answer has at most."""
         return self.window // 4
 
+    @cached_property
+    def _rule(self) -> OverflowRule:
+        defaults = HcConfig()
+        keep_first, drop = defaults.overflow_keep_first, defaults.overflow_drop
+        return OverflowRule(self.window, keep_first, drop, self.answer)
+
     def kept(self, tokens: bytes, length: int, answer: int) -> bytes | None:
         """What a prompt of `length` tokens keeps of its first ones, packed `tokens`.
 
@@ -91,10 +98,8 @@ class Overflow:
         """
         if self.mode == "off":
             return tokens if length + answer <= self.window else None
-        defaults = HcConfig()
-        keep_first, drop = defaults.overflow_keep_first, defaults.overflow_drop
         try:
-            cut = OverflowRule(self.window, keep_first, drop, self.answer).cut(length, None)
+            cut = self._rule.cut(length, None)
         except CannotCut:
             return None
         head, end = cut.head * TOKEN_BYTES, (cut.head + cut.dropped) * TOKEN_BYTES

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.tools.simulator.jobs import Job
-from sglang_hc.tools.simulator.tiers import Found
+from sglang_hc.tools.simulator.gpu import GpuTime
+from sglang_hc.tools.simulator.prompts import Prompt
+
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 @dataclass
 class Measures:
-    """Sums over the turns after the warm-up.
+    """Sums over the turns after the warm-up; `output_tokens`, `served_tokens` (prompts
+    and answers) and `gpu` are of all turns.
 
     A token is hit when its state was in some tier at admission, whether or not restoring it was
     cheaper than recomputing it; `restored` counts those that were restored. A turn is hit when
     every full block of its prompt that was ever stored was found; a session's first turn is none.
+    Times in seconds: a turn waits from its arrival to its admission (queue_wait), then for its
+    first token (service_ttft); ttft is both.
     """
 
     turns: int = 0
@@ -26,15 +32,18 @@ class Measures:
     host: int = 0
     disk: int = 0
     restored: int = 0
-    simulated_seconds: float = 0.0
-    ttft: list[float] = field(default_factory=list, repr=False)
     returning_turns: int = 0
+    output_tokens: int = 0
+    served_tokens: int = 0
+    ttft: list[float] = field(default_factory=list, repr=False)
+    queue_wait: list[float] = field(default_factory=list, repr=False)
+    service_ttft: list[float] = field(default_factory=list, repr=False)
+    gpu: GpuTime = field(default_factory=GpuTime)
 
-    def admitted(
-        self, job: Job, found: Found, reusable: tuple[int, int], restored: int, ttft: float
-    ) -> None:
-        """One counted turn. reusable: (full blocks, tokens) that an endless cache would find."""
-        blocks, tokens = reusable
+    def answered(self, prompt: Prompt, now: float) -> None:
+        """One counted turn gets its first token."""
+        job, found = prompt.job, prompt.found
+        blocks, tokens = prompt.reusable
         self.turns += 1
         self.prompt_tokens += job.prompt_tokens
         # Rows of a block that is equal only in part are found too, but counted by no block.
@@ -42,8 +51,10 @@ class Measures:
         self.device += found.device
         self.host += found.host
         self.disk += found.disk
-        self.restored += restored
-        self.ttft.append(ttft)
+        self.restored += prompt.restored
+        self.ttft.append(now - job.arrived)
+        self.queue_wait.append(prompt.admitted - job.arrived)
+        self.service_ttft.append(now - prompt.admitted)
         if blocks:
             self.returning_turns += 1
             self.turn_hits += found.tokens >= min(blocks * BLOCK_TOKENS, job.prompt_tokens - 1)
@@ -51,13 +62,6 @@ class Measures:
     @property
     def hit_tokens(self) -> int:
         return self.device + self.host + self.disk
-
-    def quantile(self, share: float) -> float:
-        """TTFT in seconds, waiting included, that `share` of the turns stay under."""
-        if not self.ttft:
-            return 0.0
-        ordered = sorted(self.ttft)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
     def as_json(self) -> dict[str, float | int]:
         """Shares in [0, 1]; times in seconds."""
@@ -79,7 +83,25 @@ class Measures:
             "host_hit_tokens": self.host,
             "disk_hit_tokens": self.disk,
             "prompt_tokens": self.prompt_tokens,
-            "ttft_median": self.quantile(0.5),
-            "ttft_p90": self.quantile(0.9),
-            "simulated_seconds": self.simulated_seconds,
+            **spread("queue_wait", self.queue_wait),
+            **spread("service_ttft", self.service_ttft),
+            **spread("ttft", self.ttft),
+            "ttft_median": spread("ttft", self.ttft)["ttft_p50"],
+            "prefill_seconds": self.gpu.prefill,
+            "decode_seconds": self.gpu.decode,
+            "idle_seconds": self.gpu.idle,
+            "simulated_seconds": self.gpu.now,
+            "output_tokens_per_second": share(self.output_tokens, self.gpu.now),
         }
+
+
+def spread(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    """Mean and quantiles of some seconds; a quantile is one of them. 0 for none."""
+    ordered = sorted(seconds)
+    last = len(ordered) - 1
+    mean = sum(ordered) / len(ordered) if ordered else 0.0
+    quantiles = {
+        f"{name}_{which}": ordered[min(last, int(part * len(ordered)))] if ordered else 0.0
+        for which, part in QUANTILES.items()
+    }
+    return {f"{name}_mean": mean, **quantiles}

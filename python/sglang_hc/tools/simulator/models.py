@@ -1,8 +1,7 @@
-"""Models and machines of a simulation: bytes per block, context window, seconds of GPU work."""
+"""Models of a simulation: bytes per block, context window, GPUs."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +9,6 @@ from typing import Any
 
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan
-from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.meeting import restore_alone
-from sglang_hc.policy.planner import RestorePlanner
-from sglang_hc.policy.restore_plan import RestorePlan, plan_restore
-from sglang_hc.tools.datasheet import Rates, modelled_costs
 from sglang_hc.tools.model_shape import ModelShape, read_model_config
 
 _LLAMA = {"model_type": "llama", "torch_dtype": "float16"}
@@ -77,7 +71,7 @@ _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "se
 class SimulatedModel:
     """One model in one layer plan.
 
-    context: window in tokens. layer_overhead: seconds of host work per layer and step.
+    context: window in tokens. layer_overhead: seconds of host work per layer and decode step.
     """
 
     name: str
@@ -143,55 +137,3 @@ def _window(config: Mapping[str, Any], where: str) -> int:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     raise ConfigError(f"{where}: has no max_position_embeddings; give --context")
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Rates per second. flops, memory_bandwidth: of one GPU. link, disk: bytes, each way."""
-
-    flops: float = 185e12
-    memory_bandwidth: float = 1.6e12
-    link: float = 26e9
-    disk: float = 5e9
-
-
-ATTENTIONSTORE_MACHINE = Machine()
-"""AttentionStore section 2.4: 26 GB/s of link, disks of "less than 5 GB/s"; prefilling 2K tokens of
-LLaMA-65B on four A100 takes 360 ms, which is 185 TFLOP/s a GPU. Memory bandwidth: A100, 80 % of the
-data sheet (assumed); disks write as fast as they read (assumed)."""
-
-
-class GpuCosts(RestorePlanner):
-    """Seconds of one model on one machine, by the cost model of `sglang-hc plan`, and the server's
-    decisions by it. The GPUs work as one of their summed rates."""
-
-    def __init__(self, model: SimulatedModel, machine: Machine = ATTENTIONSTORE_MACHINE) -> None:
-        self.model = model
-        self._memory = machine.memory_bandwidth * model.gpus
-        rates = Rates(machine.flops * model.gpus, self._memory, machine.link, machine.disk)
-        self.cost = modelled_costs(model.name, model.shape, rates, model.layer_overhead)
-        self.plan = model.layout.plan
-        super().__init__(self.cost, self.plan, True, Counter(), lambda: 0.0)
-
-    def step_seconds(self, batch: int, context: int) -> float:
-        """One decode step of `batch` requests that attend to `context` tokens together."""
-        shape = self.model.shape
-        kv_bytes = shape.state_shape().kv_bytes * shape.num_layers
-        return shape.num_layers * self.cost.prefill.floor + context * kv_bytes / self._memory
-
-    def restored(self, tokens: int, context: int, new: int, wait: float = 0.0) -> RestorePlan:
-        """How `tokens` are brought back behind `context` tokens, before `new` ones, when their
-        copies can begin after `wait` seconds."""
-        return plan_restore(self.cost, self.plan, tokens, context=context, new=new, backlog=wait)
-
-    def restored_early(self, blocks: int) -> float:
-        """Seconds to restore blocks of a history that is on its way."""
-        return restore_alone(self.cost, self.plan, blocks * BLOCK_TOKENS)
-
-    def read_seconds(self, tokens: int) -> float:
-        """Disk to host memory."""
-        return self.cost.copy_stored(SourceTier.DISK, self.plan, tokens)
-
-    @property
-    def tries(self) -> None:
-        """Nothing is tried: what is simulated costs what this class says."""

@@ -12,7 +12,7 @@ from sglang_hc.tools.simulator.run import Result
 
 def plot_result(result: Result, path: Path) -> None:
     """Hit tokens by tier, and the distribution of the time to first token. Raises OSError."""
-    figure, (left, right) = _subplots(2)
+    figure, (left, right) = subplots(2)
     measures = result.measures
     names = ("device", "host", "disk", "computed")
     parts = [measures.device, measures.host, measures.disk]
@@ -32,7 +32,7 @@ def plot_capacity(
     curve: Sequence[CapacityPoint], target: float, needed: CapacityPoint | None, path: Path
 ) -> None:
     """Hit rate over stored bytes, with the target and where it is reached. Raises OSError."""
-    figure, (axis,) = _subplots(1)
+    figure, (axis,) = subplots(1)
     sizes = [point.num_bytes / 1e9 for point in curve]
     axis.plot(sizes, [100 * point.hit_rate for point in curve], marker="o")
     axis.axhline(100 * target, linestyle="--", color="gray")
@@ -44,7 +44,8 @@ def plot_capacity(
     _save(figure, path)
 
 
-def _subplots(count: int) -> tuple[Any, Any]:
+def subplots(count: int) -> tuple[Any, Any]:
+    """A figure with so many plots side by side."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -50,8 +50,10 @@ class QueueByAge(QueuePolicy[B]):
 
 
 def policy_named(name: str, window: NextUse, *, disk: bool = False) -> EvictionPolicy[B]:
-    """A policy of the server by its name there, or "fifo". disk: for the disk. Raises
+    """A policy of the server by its name there, "fifo" or "none". disk: for the disk. Raises
     ValueError."""
     if name == "fifo":
         return FifoPolicy()
+    if name == "none":  # what the device keeps leaves as in SGLang
+        name = "lru"
     return QueueByAge(window) if disk and name == "queue" else make_policy(name, window)

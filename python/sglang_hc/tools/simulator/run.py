@@ -5,24 +5,22 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import POLICIES
 from sglang_hc.queue.lookahead import EVICTION_STRETCH
 from sglang_hc.tools.simulator.clairvoyant import BeladyPolicy, Oracle, replay
-from sglang_hc.tools.simulator.engine import Engine, Event
+from sglang_hc.tools.simulator.costs import ATTENTIONSTORE_MACHINE, AnyMachine, GpuCosts
+from sglang_hc.tools.simulator.engine import Engine, Event, Serving
 from sglang_hc.tools.simulator.jobs import Overflow
 from sglang_hc.tools.simulator.measures import Measures
-from sglang_hc.tools.simulator.models import (
-    ATTENTIONSTORE_MACHINE,
-    GpuCosts,
-    Machine,
-    SimulatedModel,
-)
+from sglang_hc.tools.simulator.models import SimulatedModel
 from sglang_hc.tools.simulator.tiers import TieredCache, TierSizes
 from sglang_hc.tools.workloads.sessions import Workload
 
-SIMULATED_POLICIES = (*POLICIES, "fifo", "belady")
+SIMULATED_POLICIES = (*POLICIES, "fifo", "belady", "none")
+AT_TURN = "at-turn"
 
 Progress = Callable[[int], None]
 
@@ -32,8 +30,9 @@ class Setup:
     """A server and its load.
 
     policy: one of SIMULATED_POLICIES. prefetch: None for the policy's own, queue for `queue` and
-    `belady`, off for the others (AttentionStore section 4.3.3). overflow: one of
-    `jobs.OVERFLOW_MODES`. stretch: eviction window over the paper's. Sizes in bytes.
+    `belady`, at-turn for the others (AttentionStore section 4.3.3). stretch: eviction window over
+    the paper's. Sizes in bytes. device: for idle state. kv_tokens: of a KV pool that running
+    requests and idle state share, in its place; None for room for whatever runs.
     """
 
     workload: Workload
@@ -43,21 +42,23 @@ class Setup:
     device: float = 0.0
     policy: str = "queue"
     prefetch: str | None = None
-    machine: Machine = ATTENTIONSTORE_MACHINE
-    max_batch: int = 24
-    ready_first: bool = False
-    overflow: str = "off"
+    machine: AnyMachine = ATTENTIONSTORE_MACHINE
+    serving: Serving = field(default_factory=Serving)
     stretch: float = EVICTION_STRETCH
+    kv_tokens: int | None = None
 
     @property
     def prefetch_mode(self) -> str:
-        return self.prefetch or ("queue" if self.policy in ("queue", "belady") else "off")
+        return self.prefetch or ("queue" if self.policy in ("queue", "belady") else AT_TURN)
 
     @property
     def sizes(self) -> TierSizes:
         """Blocks per tier."""
         slot = self.model.slot_bytes
-        return TierSizes(int(self.device // slot), int(self.dram // slot), int(self.disk // slot))
+        host, disk = int(self.dram // slot), int(self.disk // slot)
+        if self.kv_tokens is not None:
+            return TierSizes(self.kv_tokens // BLOCK_TOKENS, host, disk, shared=True)
+        return TierSizes(int(self.device // slot), host, disk)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,10 @@ class Result:
             "policy": setup.policy,
             "prefetch": setup.prefetch_mode,
             "window_stretch": setup.stretch,
-            "overflow": setup.overflow,
+            "overflow": setup.serving.overflow,
+            "batch": setup.serving.max_batch,
+            "chunk": setup.serving.chunk,
+            "output_cap": setup.serving.output_cap,
             "workload": setup.workload.name,
             "model": setup.model.name,
             "layer_plan": str(setup.model.layout.plan),
@@ -88,9 +92,20 @@ class Result:
             "dram_gb": setup.dram / 1e9,
             "disk_gb": setup.disk / 1e9,
             "hbm_gb": setup.device / 1e9,
+            "kv_tokens": setup.kv_tokens,
             "host_evictions": self.host_evictions,
             "disk_evictions": self.disk_evictions,
         }
+
+
+def state_bytes(setup: Setup) -> float:
+    """All state that the load ever has."""
+    model, sessions = setup.model, setup.workload.sessions
+    tokens = 0
+    for session in sessions:
+        lengths = [turn.new_tokens + turn.answer.length for turn in session.turns]
+        tokens += min(max(lengths) if session.whole else sum(lengths), model.context)
+    return float((tokens // BLOCK_TOKENS + len(sessions)) * model.slot_bytes)
 
 
 def simulate(setup: Setup, progress: Progress | None = None) -> Result:
@@ -134,9 +149,7 @@ def _live(
         setup.workload,
         cache,
         costs,
-        setup.max_batch,
-        setup.ready_first,
-        setup.overflow,
+        setup.serving,
         progress,
     )
     return engine.run(), cache, engine.events
@@ -145,10 +158,10 @@ def _live(
 def _clairvoyant(
     setup: Setup, progress: Progress | None
 ) -> tuple[Measures, TieredCache, list[Event]]:
-    """What `queue` did, in the same order, with knowledge of all that follows."""
-    _, _, events = _live(setup, "queue", progress)
+    """What `queue` did, in the same order and time, with knowledge of all that follows."""
+    recorded, _, events = _live(setup, "queue", progress)
     costs = GpuCosts(setup.model, setup.machine)
-    overflow = Overflow(setup.overflow, setup.model.context)
+    overflow = Overflow(setup.serving.overflow, setup.model.context)
     oracle = Oracle(setup.workload, overflow, events)
     cache = TieredCache(
         setup.sizes,
@@ -157,4 +170,6 @@ def _clairvoyant(
         prefetch=setup.prefetch_mode,
         policies=lambda: BeladyPolicy(oracle),
     )
-    return replay(setup.workload, overflow, events, cache, costs, oracle), cache, events
+    measures = replay(setup.workload, overflow, events, cache, costs, oracle)
+    measures.gpu, measures.output_tokens = recorded.gpu, recorded.output_tokens
+    return measures, cache, events

@@ -20,6 +20,7 @@ from sglang_hc.queue.prefetch import Prefetcher
 from sglang_hc.tools.simulator.disk import SimulatedDisk, Transfer
 from sglang_hc.tools.simulator.jobs import FINGERPRINT, Job, tail_identity
 from sglang_hc.tools.simulator.policies import policy_named
+from sglang_hc.tools.simulator.pool import KvPool
 from sglang_hc.tree.block_tree import BlockNode, BlockTree, PathMatch
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import BLOCK_BYTES, Prefix
@@ -30,11 +31,15 @@ NOTHING = PathMatch((), 0)
 
 @dataclass(frozen=True)
 class TierSizes:
-    """Blocks that fit into each tier; 0 for a tier that is not there."""
+    """Blocks that fit into each tier; 0 for a tier that is not there.
+
+    shared: whether the device's blocks are those of running requests too.
+    """
 
     device: int
     host: int
     disk: int
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,10 @@ Policies = Callable[[], EvictionPolicy[Any]]
 class TieredCache:
     """What a server keeps of its requests, and where.
 
-    `prefetch`: queue, on-arrival or off. `stretch`: eviction window over (C_mem + C_disk) / S_kv.
-    `policies` replaces the named policy, e.g. by the clairvoyant one. Times come from the caller.
+    `prefetch`: queue, on-arrival, at-turn (the disk is read when a request is admitted) or off (it
+    is never read, as in a server with `--hc-prefetch off`). `stretch`: eviction window over
+    (C_mem + C_disk) / S_kv. `policies` replaces the named policy, e.g. by the clairvoyant one.
+    Times come from the caller.
     """
 
     def __init__(
@@ -97,12 +104,17 @@ class TieredCache:
             return HostTier(BlockTree(FINGERPRINT), slots, in_memory()) if slots else None
 
         self.host, self.device = nodes(sizes.host), nodes(sizes.device)
+        self.pool = KvPool(self.device) if sizes.shared and self.device is not None else None
         self.in_host = self.host.has if self.host is not None else lambda block_id: False
         self.disk = SimulatedDisk(sizes.disk, on_disk()) if sizes.disk else None
         self._disk_write_free = 0.0
         self.write_seconds = costs.block_seconds(SourceTier.DISK)
         if self.host is None or self.disk is None:
             prefetch = "off"
+        self.reads = prefetch != "off"
+        self.at_turn = prefetch == "at-turn"
+        if self.at_turn:
+            prefetch = "off"  # nothing is read before
         counters: Counter[str] = Counter()
         self.prefetcher = Prefetcher(
             self.window, self, costs, (sizes.host, sizes.disk), prefetch, counters, stretch
@@ -231,7 +243,7 @@ class TieredCache:
         in_host = self.host.tree.match(prompt) if self.host else NOTHING
         device, known = on_device.tokens, max(on_device.tokens, in_host.tokens)
         blocks: list[bytes] = []
-        if self.disk is not None:
+        if self.disk is not None and self.reads:
             for identity in job.chain[known // BLOCK_TOKENS :]:
                 if not self.disk.readable(identity, now):
                     break
@@ -292,15 +304,18 @@ class TieredCache:
                     if not self.disk.write(parent, identity, self._disk_write_free):
                         break
                 parent = identity
+        if self.pool is not None:
+            self.pool.release(job.number)
         if self.device is not None:
-            _store(self.device, kept, now)
+            _store(self.device, kept, now, self.pool.held if self.pool is not None else 0)
         if self.host is not None:
             _store(self.host, kept, now)
         self.meetings.end(job.number)
 
 
-def _store(tier: HostTier, tokens: bytes, now: float) -> None:
-    """Bring a whole path into a tier from the device, as far as slots can be had.
+def _store(tier: HostTier, tokens: bytes, now: float, held: int = 0) -> None:
+    """Bring a whole path into a tier from the device, as far as slots can be had; so many free ones
+    are `held` for others.
 
     The path is pinned meanwhile: a block must not push out its own parent.
     """
@@ -308,11 +323,11 @@ def _store(tier: HostTier, tokens: bytes, now: float) -> None:
     tier.pin(match.nodes)
     start = match.tokens // BLOCK_TOKENS * BLOCK_BYTES
     offsets = range(start, len(tokens), BLOCK_BYTES)
-    tier.evict(len(offsets) - tier.free_slots, now)
+    tier.evict(len(offsets) - tier.free_slots + held, now)
     full = match.tokens // BLOCK_TOKENS
     # Looked up only now: making room may have emptied the tree.
     parent = match.nodes[full - 1] if full else tier.tree.root(None)
-    for offset in offsets[: tier.free_slots]:
+    for offset in offsets[: max(0, tier.free_slots - held)]:
         slot = tier.stage(now)
         assert slot is not None
         outcome = tier.publish(parent, tokens[offset : offset + BLOCK_BYTES], slot, now)

@@ -107,7 +107,11 @@ def shuffled(workload: Workload, rate: float, seed: int) -> Workload:
 
 
 def attentionstore(
-    seed: int = 0, sessions: int = 9000, rate: float = 1.0, think: float = 0.0
+    seed: int = 0,
+    sessions: int = 9000,
+    rate: float = 1.0,
+    think: float = 0.0,
+    shape: ConversationShape = ATTENTIONSTORE_SHAPE,
 ) -> Workload:
     """AttentionStore section 4.1: 9K sessions at lambda = 1.0; the first 10K of 52K turns warm up.
 
@@ -115,7 +119,7 @@ def attentionstore(
     the answer before, at once by default. With fewer sessions the warm-up shrinks in proportion.
     """
     return conversations(
-        ATTENTIONSTORE_SHAPE,
+        shape,
         sessions=sessions,
         rate=rate,
         think=think,

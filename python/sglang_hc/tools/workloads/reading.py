@@ -38,15 +38,21 @@ class Timing:
 
 
 def read_trace(
-    path: Path, timing: Timing, encode: Encode | None = None, limit: int | None = None
+    path: Path,
+    timing: Timing,
+    encode: Encode | None = None,
+    limit: int | None = None,
+    *,
+    closed_loop: bool = False,
 ) -> Workload:
     """Workload from a trace file; its earliest session arrives at 0. encode: for formats with
     text, whose lengths are estimated without it. limit: sessions that are read, None for all.
-    Raises TraceError."""
+    closed_loop: see `recorded_sessions`; in other formats later turns wait for earlier answers
+    anyway. Raises TraceError."""
     try:
         kind = _kind_of(path)
         if kind == RECORDED:
-            sessions = recorded_sessions(path)[:limit]
+            sessions = recorded_sessions(path, closed_loop=closed_loop)[:limit]
         else:
             found = READERS[kind](path, TokenIds(encode))
             sessions = list(islice(_arriving(found, timing), limit))

@@ -7,9 +7,10 @@ a line follows from those before when it is used.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 from msgspec import Meta
 
@@ -41,15 +42,20 @@ class Event(_Named, total=False):
     events: Count
 
 
-def recorded_sessions(path: Path) -> list[Session]:
-    """The sessions of a trace, each one request, by their arrival. Raises TraceError."""
+def recorded_sessions(path: Path, *, closed_loop: bool = False) -> list[Session]:
+    """The sessions of a trace, by their arrival. Each is one request, at its time; with
+    `closed_loop` a request that goes on where another ended is a later turn of it, as long after
+    its answer as in the record. Raises TraceError."""
     events = _events(path)
     try:
-        return _sessions(events)
+        requests = sorted(_requests(events), key=lambda request: request.arrived)
     except TraceError:
         raise
     except (KeyError, ValueError) as cause:
         raise TraceError(f"{path}: a record that does not fit together ({cause!r})") from cause
+    return [
+        _session(turns) for turns in (_linked(requests) if closed_loop else map(_one, requests))
+    ]
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
@@ -93,15 +99,24 @@ class _Paths:
         return tuple(reversed(found[:-1]))  # the root has no tokens
 
 
-def _sessions(events: Iterable[dict[str, Any]]) -> list[Session]:
-    """One session of one turn per request that was queued; retracted ones count once.
+class _Request(NamedTuple):
+    """One request of a record. prompt: its blocks. answer: packed. ended: when it was answered."""
+
+    arrived: float
+    ended: float
+    prompt: tuple[Ids, ...]
+    answer: bytes
+
+
+def _requests(events: Iterable[dict[str, Any]]) -> list[_Request]:
+    """The requests that were queued; retracted ones count once.
 
     An answer is what a finished request has beyond its prompt. Raises KeyError or ValueError for a
     trace that makes no sense.
     """
     paths = _Paths()
     arrived: dict[int, tuple[float, tuple[Ids, ...]]] = {}
-    sessions: list[Session] = []
+    requests: list[_Request] = []
     for event in events:
         op = event["op"]
         if op == "root":
@@ -118,6 +133,53 @@ def _sessions(events: Iterable[dict[str, Any]]) -> list[Session]:
                 computed = b"".join(block.packed for block in paths.ending_in(event["path"]))
                 answer = computed[sum(len(block.packed) for block in prompt) :]
             if prompt:
-                turn = Turn(prompt, Ids(answer), at=at)
-                sessions.append(Session(at, (turn,), whole=True))
-    return sorted(sessions, key=lambda session: session.arrival)
+                requests.append(_Request(at, event["t"], prompt, answer))
+    return requests
+
+
+def _one(request: _Request) -> list[_Request]:
+    return [request]
+
+
+def _linked(requests: Sequence[_Request]) -> list[list[_Request]]:
+    """Requests, by their arrival, as the turns of conversations: a later one begins with the whole
+    prompt and the answer of the one before, which had ended. Where two go on from the same end the
+    second one begins a conversation."""
+    talks: list[list[_Request]] = []
+    ends: dict[int, dict[bytes, int]] = {}  # by length: digest -> conversation
+    for request in requests:
+        prompt = b"".join(block.packed for block in request.prompt)
+        before: tuple[int, bytes] | None = None
+        hashed, read = hashlib.blake2b(digest_size=16), 0
+        for length in sorted(n for n in ends if n < len(prompt)):
+            hashed.update(prompt[read:length])
+            read, digest = length, hashed.digest()
+            index = ends[length].get(digest)
+            if index is not None and talks[index][-1].ended <= request.arrived:
+                before = length, digest
+        if before is None:
+            found = len(talks)
+            talks.append([])
+        else:
+            found = ends[before[0]].pop(before[1])
+            if not ends[before[0]]:
+                del ends[before[0]]
+        talks[found].append(request)
+        if request.answer:
+            whole = prompt + request.answer
+            digest = hashlib.blake2b(whole, digest_size=16).digest()
+            ends.setdefault(len(whole), {})[digest] = found
+    return talks
+
+
+def _session(turns: Sequence[_Request]) -> Session:
+    """The first one arrives at its time, the others as long after the answer as they did."""
+    made, before = [], None
+    for request in turns:
+        if before is None:
+            made.append(Turn(request.prompt, Ids(request.answer), at=request.arrived))
+        else:
+            think = request.arrived - before.ended
+            made.append(Turn(request.prompt, Ids(request.answer), think))
+        before = request
+    return Session(turns[0].arrived, tuple(made), whole=True)

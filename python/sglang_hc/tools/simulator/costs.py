@@ -1,0 +1,223 @@
+"""Seconds of GPU work: passes over prompts, decode steps, restorations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from sglang_hc.errors import ConfigError
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.cost_model import CostModel, SourceTier
+from sglang_hc.policy.layer_plan import auto_plan
+from sglang_hc.policy.meeting import restore_alone
+from sglang_hc.policy.planner import RestorePlanner
+from sglang_hc.policy.restore_plan import RestorePlan, plan_restore
+from sglang_hc.tools.datasheet import Rates, modelled_costs
+from sglang_hc.tools.model_shape import element_bytes
+from sglang_hc.tools.simulator.models import SimulatedModel
+
+HOST = SourceTier.HOST
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates per second. flops, memory_bandwidth: of one GPU. link, disk: bytes, each way.
+
+    layer_overhead: seconds of host work per layer and decode step; None for what the model is
+    served with (`SimulatedModel.layer_overhead`).
+    """
+
+    flops: float = 185e12
+    memory_bandwidth: float = 1.6e12
+    link: float = 26e9
+    disk: float = 5e9
+    layer_overhead: float | None = None
+
+    def costs(self, model: SimulatedModel) -> CostModel:
+        """The GPUs work as one of their summed rates."""
+        memory = self.memory_bandwidth * model.gpus
+        rates = Rates(self.flops * model.gpus, memory, self.link, self.disk)
+        overhead = self.layer_overhead
+        overhead = model.layer_overhead if overhead is None else overhead
+        return modelled_costs(model.name, model.shape, rates, overhead)
+
+
+ATTENTIONSTORE_MACHINE = Machine()
+"""AttentionStore section 2.4: 26 GB/s of link, disks of "less than 5 GB/s"; prefilling 2K tokens of
+LLaMA-65B on four A100 takes 360 ms, which is 185 TFLOP/s a GPU. Memory bandwidth: A100, 80 % of the
+data sheet (assumed); disks write as fast as they read (assumed)."""
+
+
+@dataclass(frozen=True)
+class MeasuredMachine:
+    """A machine by what `sglang-hc profile` has measured there."""
+
+    profile: CostModel
+    where: str
+
+    def serve(self, model: SimulatedModel) -> SimulatedModel:
+        """The model with the state that was measured: with other flags its elements have another
+        size. Raises ConfigError for a profile of another model, or one without decode steps."""
+        cost, again = self.profile, "write a new one with sglang-hc profile"
+        if cost.step is None or cost.shape is None:
+            raise ConfigError(f"{self.where}: measured without decode steps; {again}")
+        size = element_bytes(cost.shape.dtype.removeprefix("torch."))
+        found = cost.shape.num_layers, cost.shape.hidden_bytes // size
+        wanted = model.shape.num_layers, model.shape.hidden_size
+        if found != wanted:
+            raise ConfigError(
+                f"{self.where}: measured for a model of {found[0]} layers of {found[1]}, and this "
+                f"one has {wanted[0]} of {wanted[1]}; {again}"
+            )
+        if model.gpus > 1:
+            raise ConfigError(f"{self.where}: measured on one GPU; leave --gpus out")
+        return replace(model, layout=replace(model.layout, shape=cost.shape))
+
+    def costs(self, model: SimulatedModel) -> CostModel:
+        """As measured and learned."""
+        return replace(self.profile)
+
+
+AnyMachine = Machine | MeasuredMachine
+
+
+def with_auto_plan(
+    model: SimulatedModel, machine: AnyMachine, tiers: Sequence[SourceTier]
+) -> SimulatedModel:
+    """The model in the layer plan that `--hc-forms auto` chooses by the costs of this machine."""
+    shape = model.shape
+    chosen = auto_plan(
+        machine.costs(model),
+        model.layout.shape,
+        tiers,
+        allow_hidden=not shape.is_latent,
+        allow_recompute=shape.attention != "DSA",
+    )
+    return replace(model, layout=replace(model.layout, plan=chosen.plan))
+
+
+class Part(NamedTuple):
+    """One prompt's share of a pass: so many new tokens behind `context` tokens on the device and
+    those that `plan` restores first; None for none."""
+
+    new: int
+    context: int
+    plan: RestorePlan | None = None
+
+    @property
+    def restored(self) -> int:
+        return self.plan.tokens if self.plan is not None else 0
+
+
+class GpuCosts(RestorePlanner):
+    """Seconds of one model on one machine, by the cost model of `sglang-hc plan`, and the server's
+    decisions by it."""
+
+    def __init__(self, model: SimulatedModel, machine: AnyMachine = ATTENTIONSTORE_MACHINE) -> None:
+        """Raises ConfigError for a profile of another model."""
+        self.model = model
+        self.cost = machine.costs(model)
+        self.plan = model.layout.plan
+        self.layers = self.plan.num_layers
+        super().__init__(self.cost, self.plan, True, Counter(), lambda: 0.0)
+        self.block_copy = BLOCK_TOKENS * self.token_seconds(HOST)
+        """Seconds to copy one block of many onto the device."""
+
+    def step_seconds(self, batch: int, context: float, captures: bool = False) -> float:
+        """One decode step of `batch` requests that attend to `context` tokens together."""
+        assert self.cost.step is not None
+        seconds = self.layers * self.cost.step.seconds(batch, context)
+        return self._beside(seconds, batch * self.token_seconds(HOST)) if captures else seconds
+
+    def attended(self, context: float) -> float:
+        """Tokens of a context that a decode step reads, on the average of the layers."""
+        return self.cost.prefill.attended(context)
+
+    def pass_seconds(
+        self, parts: Sequence[Part], rows: int = 0, context: float = 0.0, captures: bool = False
+    ) -> float:
+        """One pass over prompts. rows: requests that decode one token in it, behind `context`
+        tokens together. captures: what is computed is copied to host memory beside it."""
+        if len(parts) == 1 and not rows:
+            seconds = self._alone(parts[0])
+        else:
+            seconds = self._together(parts, rows, context)
+        seconds += self.cost.head
+        new = sum(part.new for part in parts) + rows
+        return self._beside(seconds, self._capture(new)) if captures else seconds
+
+    def _alone(self, part: Part) -> float:
+        if not part.restored:
+            return self.layers * self.cost.prefill_layer(part.new, part.context)
+        return self._together([part], 0, 0.0)
+
+    def _together(self, parts: Sequence[Part], rows: int, context: float) -> float:
+        """Layer by layer: the copies follow each other in the order of the layers, and a layer's
+        prompts run when all of its copies are here, as in `policy.makespan`."""
+        cost, host = self.cost, HOST
+        lengths = [(part.new, part.context + part.restored) for part in parts]
+        new = cost.prefill_batch(lengths, rows)
+        if rows and cost.step is not None:
+            new += context * cost.step.per_context
+        busy, link = 0.0, 0.0
+        loads: list[tuple[int, float, float, float]] = []
+        for part in parts:
+            if part.plan is None or not part.plan.tokens:
+                continue
+            tokens, first = part.plan.tokens, part.plan.recompute_layers
+            busy += first * cost.prefill_layer(tokens, part.context)
+            loads.append(
+                (
+                    first,
+                    cost.copy_hidden(host, tokens) if self.plan.hidden else 0.0,
+                    cost.project_kv(tokens) if self.plan.hidden else 0.0,
+                    cost.copy_kv(host, tokens) if self.plan.kv else 0.0,
+                )
+            )
+        if not loads:
+            return busy + self.layers * new
+        kv_from = self.plan.recompute + self.plan.hidden
+        for layer in range(self.layers):
+            copied = projected = 0.0
+            for first, hidden, project, kv in loads:
+                if layer >= first:
+                    copied += kv if layer >= kv_from else hidden
+                    projected += 0.0 if layer >= kv_from else project
+            link += copied
+            if cost.overlap:
+                busy = max(busy, link) + projected + new
+            else:
+                busy += copied + projected + new
+        return busy
+
+    def _capture(self, tokens: int) -> float:
+        """Seconds to copy what was computed to host memory, as fast as it comes back."""
+        return self.cost.copy_stored(HOST, self.plan, tokens)
+
+    def _beside(self, seconds: float, copies: float) -> float:
+        """Seconds of work with copies beside it; on a CPU one thread does both."""
+        return max(seconds, copies) if self.cost.overlap else seconds + copies
+
+    def restored(self, tokens: int, context: int, new: int, wait: float = 0.0) -> RestorePlan:
+        """How `tokens` are brought back behind `context` tokens, before `new` ones, when their
+        copies can begin after `wait` seconds."""
+        plan = plan_restore(self.cost, self.plan, tokens, context=context, new=new, backlog=wait)
+        return self._with_copies(self.cost, plan)
+
+    def restored_early(self, blocks: int) -> float:
+        """Seconds to restore blocks of a history that is on its way."""
+        return restore_alone(self.cost, self.plan, blocks * BLOCK_TOKENS)
+
+    def projected(self, blocks: int) -> float:
+        """Seconds that the device works on blocks whose copies run beside its own work."""
+        return self.plan.hidden * self.cost.project_kv(blocks * BLOCK_TOKENS)
+
+    def read_seconds(self, tokens: int) -> float:
+        """Disk to host memory."""
+        return self.cost.copy_stored(SourceTier.DISK, self.plan, tokens)
+
+    @property
+    def tries(self) -> None:
+        """Nothing is tried: what is simulated costs what this class says."""
