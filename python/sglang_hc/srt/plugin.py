@@ -71,6 +71,7 @@ def all_hooks() -> list[Hook]:
     from sglang_hc.srt.model import cpu_attention, model_state, offload
     from sglang_hc.srt.requests import entrance, namespaces, overflow, pins, self_test
     from sglang_hc.srt.scheduling import hooks, meeting, preemption, speculation, weights
+    from sglang_hc.srt.tree import prompt_sources
 
     after, around, before = HookType.AFTER, HookType.AROUND, HookType.BEFORE
     asked, served = in_place.Proof.TOKENIZER, in_place.Proof.SCHEDULER
@@ -82,6 +83,7 @@ def all_hooks() -> list[Hook]:
     parts = "sglang.srt.managers.scheduler_components"
     updates = f"{parts}.weight_updater.SchedulerWeightUpdaterManager"
     results = f"{parts}.batch_result_processor.SchedulerBatchResultProcessor"
+    streamer = f"{parts}.output_streamer.SchedulerOutputStreamer"
     tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     http = "sglang.srt.entrypoints.http_server"
     chat = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
@@ -115,6 +117,7 @@ def all_hooks() -> list[Hook]:
         Hook(f"{adder}.preempt_to_schedule", around, preemption.preempt_to_schedule, give_up),
         Hook(f"{scheduler}.maybe_sleep_on_idle", around, hooks.sleep_on_idle, keeps),
         Hook(f"{scheduler}.get_internal_state", after, hooks.internal_state, keeps),
+        Hook(f"{streamer}.get_cached_tokens_details", after, prompt_sources.name_tiers, keeps),
         Hook(sample, after, speculation.sampled, keeps),
         Hook(f"{results}._resolve_spec_v2_tokens", after, speculation.accepted, keeps),
         Hook(f"{scheduler}._add_request_to_queue", before, namespaces.complete, alone, served),

@@ -10,6 +10,7 @@ from array import array
 from typing import Any
 
 import torch
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -152,6 +153,22 @@ def committed_tokens(req: Any) -> int:
 def computed_prompt_tokens(req: Any) -> int:
     """Tokens of its prompt that were not cached when it was first admitted."""
     return len(req.origin_input_ids) - req.cached_tokens
+
+
+def prompt_tokens(req: Any) -> int:
+    """Tokens of its prompt, as its client is told."""
+    return len(req.origin_input_ids)
+
+
+def cached_by_source(req: Any) -> tuple[int, int, int]:
+    """Tokens of its prompt that were cached when it was first admitted: (on the device, in host
+    memory, below)."""
+    return req.cached_tokens_device, req.cached_tokens_host, req.cached_tokens_storage
+
+
+def is_probe(req: Any) -> bool:
+    """Whether SGLang asks whether the server lives; no client is told of its tokens."""
+    return str(req.rid).startswith(HEALTH_CHECK_RID_PREFIX)
 
 
 def tokens_from_tiers(req: Any) -> tuple[int, int]:

@@ -35,7 +35,6 @@ from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.restore.cost_observer import CostObserver, timer_for
 from sglang_hc.restore.path import RestorePath, Rotation
 from sglang_hc.restore.prerestored import PrerestoredBlocks
-from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt.arguments.server_args import config_of
 from sglang_hc.srt.arguments.storage_backends import remote_key, remote_store
@@ -60,6 +59,7 @@ from sglang_hc.srt.scheduling.speculation import draft_layers
 from sglang_hc.srt.tree.audit import Audit, can_audit
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.device_tree import unified_tree
+from sglang_hc.srt.tree.timed_restorer import TimedRestorer
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.store.block_io import BlockIo, LocalBlockIo
 from sglang_hc.store.chain import Chain
@@ -124,7 +124,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     if state.cost is not None and ranks.count == 1:
         # What one rank sees corrects no costs of several, which must decide alike.
         observer = CostObserver(state.cost, layout, timer_for(copies), copies)
-    restorer = Restorer(host, path, planner, observer, counters, ranks)
+    restorer = TimedRestorer(host, path, planner, observer, counters, ranks)
     compute = ComputeStream.of(runner)
     ahead = PrerestoredBlocks(model.allocator, restorer, compute)
     queue = QueueView(host, disk, window, rules, planner, hints, mover, ahead.drop_unproven)

@@ -40,6 +40,7 @@ from sglang_hc.srt.tree.audit import Audit
 from sglang_hc.srt.tree.capturing_tree import CapturingTree
 from sglang_hc.srt.tree.facades import ControllerFacade, HostPoolFacade
 from sglang_hc.srt.tree.host_match import HostMatch
+from sglang_hc.srt.tree.reporting import Reporting
 from sglang_hc.tiers.forgetting import Forgetter
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode
@@ -47,7 +48,6 @@ from sglang_hc.tree.block_tree import BlockNode
 REFUSED = "hc_refused"
 """Attribute of a request: the handle under which a refusal was counted; it gets another one when it
 is retracted."""
-
 
 OTHER_STORES = "the tiers are those of --hc-disk and --hc-remote until the server is started again"
 
@@ -100,6 +100,7 @@ class HcRadixCache(CapturingTree):
             prerestored, self.meetings, self.waiting, planner, self.host_match
         )
         self.forgetter = Forgetter(self._disk)
+        self.reporting = Reporting(tiers, scheduler, self.metrics_collector)
         self._is_built = True
 
     # -- look up ---------------------------------------------------------------------------------
@@ -211,6 +212,7 @@ class HcRadixCache(CapturingTree):
             restorer.unqueue(queued)
             self.remove(node)
             raise
+        self.reporting.restored(req, blocks, plan, len(before), len(before) + len(slots))
         if self.audit is not None:
             self.audit.restored(req, blocks, len(before), len(before) + len(slots))
         if fields.was_retracted(req):
@@ -307,13 +309,11 @@ class HcRadixCache(CapturingTree):
     @method(answer=nothing)
     def take_in(self) -> None:
         """Completions of all tiers."""
-        tiers, disk, exporter = self.tiers, self._disk, self.scheduler.exporter
-        if disk is not None and disk.is_busy and not self.scheduler.decoding:
+        if self._disk is not None and self._disk.is_busy and not self.scheduler.decoding:
             # Threads that read a store would wait 5 ms each time that they need the interpreter.
             time.sleep(0)
-        tiers.poll()
-        if exporter is not None and exporter.due(time.monotonic()):
-            exporter.publish(tiers.levels(), tiers.counts())
+        self.tiers.poll()
+        self.reporting.publish()
 
     def _forget_queue(self) -> None:
         """Whoever waits is admitted with what is there."""
@@ -391,7 +391,7 @@ class HcRadixCache(CapturingTree):
 
     def stats(self) -> dict[str, object]:
         """Plain numbers for /server_info."""
-        return self.tiers.stats()
+        return self.reporting.stats()
 
     def sanity_check(self) -> None:
         """Of the device tree and the tiers. Raises AssertionError."""
