@@ -122,8 +122,9 @@ class Family(NamedTuple):
 
 PROMPT_TOKENS = Family(
     "source",
-    ("device", "host", "disk", "remote", "computed"),
-    "Tokens of the prompts of requests that are over, by where their state came from.",
+    ("device", "host", "disk", "remote", "computed", "aborted"),
+    "Tokens of the prompts of requests that are over, by where their state came from; aborted: "
+    "never computed.",
 )
 FAMILIES = {"prompt_tokens": PROMPT_TOKENS}
 """Counts whose name is that of the family, `_`, and a value of its label."""

@@ -117,7 +117,7 @@ def all_hooks() -> list[Hook]:
         Hook(f"{adder}.preempt_to_schedule", around, preemption.preempt_to_schedule, give_up),
         Hook(f"{scheduler}.maybe_sleep_on_idle", around, hooks.sleep_on_idle, keeps),
         Hook(f"{scheduler}.get_internal_state", after, hooks.internal_state, keeps),
-        Hook(f"{streamer}.get_cached_tokens_details", after, prompt_sources.name_tiers, keeps),
+        Hook(f"{streamer}.get_cached_tokens_details", after, prompt_sources.told, keeps),
         Hook(sample, after, speculation.sampled, keeps),
         Hook(f"{results}._resolve_spec_v2_tokens", after, speculation.accepted, keeps),
         Hook(f"{scheduler}._add_request_to_queue", before, namespaces.complete, alone, served),

@@ -24,7 +24,6 @@ from sglang_hc.srt.requests.pins import pin_request_of
 from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from sglang_hc.srt.tree.audit import Audit
 from sglang_hc.srt.tree.device_tree import DeviceTree
-from sglang_hc.srt.tree.reporting import Reporting
 from sglang_hc.tiers.forgetting import Answer, Forgetter
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tiers.trace import Recorder
@@ -42,7 +41,6 @@ class CapturingTree(DeviceTree):
     compute_stream: ComputeStream
     waiting: SchedulerQueue
     forgetter: Forgetter
-    reporting: Reporting
     audit: Audit | None
     _recorder: Recorder | None
 
@@ -121,8 +119,6 @@ class CapturingTree(DeviceTree):
             keep = owned if retracted else min(owned, fields.tokens_in_tree(req))
             self._keep_last(req, keep, owned)
         self.waiting.finished(req, -(-owned // BLOCK_TOKENS))
-        if fields.is_over(req):
-            self.reporting.prompts.over(req, owned)
         theirs(req, checkpointed=checkpointed)
 
     def _keep_last(self, req: Any, keep: int, computed: int) -> None:

@@ -23,9 +23,9 @@ NOTED = "hc_restored_from"
 
 
 class PromptSources:
-    """Counts tokens of prompts by source. They add up to the prompt tokens that SGLang counts in
-    `prompt_tokens_total`: of requests whose whole prompt was served, at their end. A request that
-    is aborted before that has none. Belongs to the scheduler thread.
+    """Counts tokens of prompts by source when SGLang tells their client that the request is over.
+    So they add up to the prompt tokens of all replies, which SGLang counts as
+    `prompt_tokens_total`. Belongs to the scheduler thread.
 
     below: the tier of a block that is not known to be of another one, None where there is no tier
     below host memory."""
@@ -61,11 +61,12 @@ class PromptSources:
         found[known] += left
         return found
 
-    def over(self, req: Any, computed: int) -> None:
-        """A request is over, which had K and V of its first `computed` tokens."""
-        prompt = fields.prompt_tokens(req)
-        if computed < prompt or fields.is_probe(req):
+    def over(self, req: Any) -> None:
+        """The client of a request is told that it is over."""
+        if fields.is_probe(req):
             return
+        prompt = fields.prompt_tokens(req)
+        had = min(prompt, fields.committed_tokens(req))
         device, host, stored = fields.cached_by_source(req)
         below = self.below(req)
         counts = self.counts
@@ -73,14 +74,20 @@ class PromptSources:
         counts["prompt_tokens_host"] += host
         counts["prompt_tokens_disk"] += below[SourceTier.DISK]
         counts["prompt_tokens_remote"] += below[SourceTier.REMOTE]
-        counts["prompt_tokens_computed"] += prompt - device - host - stored
+        counts["prompt_tokens_computed"] += had - device - host - stored
+        counts["prompt_tokens_aborted"] += prompt - had
 
 
-def name_tiers(result: dict[str, Any] | None, self: Any, req: Any) -> dict[str, Any] | None:
-    """AFTER SchedulerOutputStreamer.get_cached_tokens_details: beside `storage`, which is their
-    sum, `disk` and `remote`."""
+def told(result: dict[str, Any] | None, self: Any, req: Any) -> dict[str, Any] | None:
+    """AFTER SchedulerOutputStreamer.get_cached_tokens_details, which is asked once for each part of
+    a reply: beside `storage`, which is their sum, `disk` and `remote`. The last part is counted."""
     tree = tree_of(self)
-    if tree is not None and result is not None and "storage" in result:
-        below = tree.reporting.prompts.below(req)
+    if tree is None:
+        return result
+    prompts: PromptSources = tree.reporting.prompts
+    if fields.is_over(req):
+        prompts.over(req)
+    if result is not None and "storage" in result:
+        below = prompts.below(req)
         result["disk"], result["remote"] = below[SourceTier.DISK], below[SourceTier.REMOTE]
     return result
