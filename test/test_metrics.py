@@ -120,7 +120,9 @@ def test_every_counter_of_the_source_shows_as_zero_from_the_start() -> None:
     found = set(counted.findall(source))
     assert {"restored_tokens", "hole", "remote_hangs"} <= found
     known = {f"{name}_{value}" for name, one in FAMILIES.items() for value in one.values}
-    assert found <= {*COUNTS, *known}, "describe them in sglang_hc.metrics.COUNTS and docs/operating.md"
+    assert found <= {*COUNTS, *known}, (
+        "describe them in sglang_hc.metrics.COUNTS and docs/operating.md"
+    )
 
 
 def test_the_manual_has_every_metric_and_no_other() -> None:

@@ -57,9 +57,9 @@ class Reporting:
         self._recent: deque[_Ended] = deque(maxlen=RECENT)
         self._charted = 0
         """Of the newest passes, so many are not in the histograms yet."""
-        below = None
-        if tiers.disk is not None:
-            has_disk = "disk_blocks" in tiers.disk.levels()
+        self._disk, below = tiers.disk, None
+        if self._disk is not None:
+            has_disk = "disk_blocks" in self._disk.levels()
             below = SourceTier.DISK if has_disk else SourceTier.REMOTE
         self.prompts = PromptSources(below)
         self._restorer: TimedRestorer = tiers.restorer
@@ -88,7 +88,7 @@ class Reporting:
         counts = self._tiers.counts()
         exporter.publish(self._tiers.levels(), {**counts, **self.prompts.counts})
         if self._families is None and self._collector is not None:
-            name = None if self._tiers.disk is None else self._tiers.disk.name
+            name = None if self._disk is None else self._disk.name
             size = row_bytes(self._tiers.layout)
             self._families = SglangFamilies(self._collector, size, name)
         if self._families is not None:
@@ -106,7 +106,7 @@ class Reporting:
             exporter.observe("restore_seconds", ended.timed.seconds)
             if self._families is not None:
                 self._families.restored(ended.timed.seconds)
-        fetched = () if self._tiers.disk is None else self._tiers.disk.fetched
+        fetched = () if self._disk is None else self._disk.fetched
         while fetched:
             tier, seconds = fetched.popleft()
             exporter.observe("fetch_seconds", seconds, tier.value)
