@@ -34,6 +34,8 @@ LEVELS = {
     "cost_correction_prefill": "Factor on the measured costs of computing tokens.",
     "cost_correction_attention": "Factor on the measured costs of prefill's attention.",
     "cost_correction_disk": "Factor on the measured costs of reading from disk.",
+    "restorations_under_way": "Restorations that were admitted and are not over.",
+    "fetches_under_way": "Blocks on their way into host memory from below.",
     "pins": "Sessions that are pinned.",
     "pinned_blocks": "Blocks that pins hold.",
 }
