@@ -20,6 +20,9 @@ SCRAPE_S = 5.0
 
 SOURCES = PROMPT_TOKENS.values
 
+UNREADABLE = (OSError, HTTPException, ValueError, TypeError, OverflowError)
+"""What an answer raises that does not come, or is not what it should be."""
+
 OF_SGLANG = {
     "running": "sglang:num_running_reqs",
     "queued": "sglang:num_queue_reqs",
@@ -81,18 +84,18 @@ def scrape(url: str, key: str | None = None) -> Reading:
     try:
         info = json.loads(_get(f"{base}/server_info", key))
         reading = from_server_info(url, info)
-    except (OSError, ValueError, HTTPException) as error:
+    except UNREADABLE as error:
         return Reading(url, error=_why(error))
     try:
         add_metrics(reading, _get(f"{base}/metrics", key))
-    except (OSError, ValueError, HTTPException) as error:
+    except UNREADABLE as error:
         missing = isinstance(error, HTTPError) and error.code == 404
         reading.note = "started without --enable-metrics" if missing else f"/metrics: {_why(error)}"
     return reading
 
 
 def from_server_info(url: str, info: Any) -> Reading:
-    """What `/server_info` says. Raises ValueError for an answer that is none of SGLang's."""
+    """What `/server_info` says. Raises one of UNREADABLE for an answer that is none of SGLang's."""
     if not isinstance(info, dict) or not isinstance(info.get("internal_states"), list):
         raise ValueError("not the /server_info of a server of SGLang")
     states = [state for state in info["internal_states"] if isinstance(state, dict)]
@@ -119,7 +122,7 @@ def from_server_info(url: str, info: Any) -> Reading:
 
 
 def add_metrics(reading: Reading, page: str) -> None:
-    """What only `/metrics` says. Raises ValueError for a page that is none of Prometheus's."""
+    """What only `/metrics` says. Raises ValueError for one that is none of Prometheus's."""
     from prometheus_client.parser import text_string_to_metric_families
 
     found: dict[str, list[float]] = {}

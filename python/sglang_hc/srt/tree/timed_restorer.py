@@ -50,16 +50,21 @@ class TimedRestorer(Restorer):
         self.on_timed: Callable[[Timed], object] = lambda timed: None
         self._timer = timer_for(self.path.copy_stream)
         self._plans: list[RestorePlan] = []
+        self._planned = 0
+        """Restorations that are queued and have one of these plans."""
         self._last = _Begun(None, 0, ())
         self._begun: dict[int, _Begun] = {}
         self._pending: deque[tuple[_Begun, Any]] = deque()
 
     def decided(self, plan: RestorePlan) -> None:
-        """What was queued last is restored by this plan."""
-        self._plans.append(plan)
+        """What was queued since the last call is restored by this plan; perhaps nothing was."""
+        if self.num_queued != self._planned:
+            self._planned = self.num_queued
+            self._plans.append(plan)
 
     def start(self) -> int:
         index = super().start()
+        self._planned = 0
         if index >= 0:
             self._begun[index] = self._last._replace(plans=tuple(self._plans))
             self._plans.clear()
