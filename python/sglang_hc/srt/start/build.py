@@ -36,6 +36,7 @@ from sglang_hc.restore.cost_observer import CostObserver, timer_for
 from sglang_hc.restore.path import RestorePath, Rotation
 from sglang_hc.restore.prerestored import PrerestoredBlocks
 from sglang_hc.restore.staging import StagingRing
+from sglang_hc.restore.timed_restorer import TimedRestorer
 from sglang_hc.srt.arguments.server_args import config_of
 from sglang_hc.srt.arguments.storage_backends import remote_key, remote_store
 from sglang_hc.srt.binding import arguments, parallel
@@ -59,7 +60,6 @@ from sglang_hc.srt.scheduling.speculation import draft_layers
 from sglang_hc.srt.tree.audit import Audit, can_audit
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.device_tree import unified_tree
-from sglang_hc.srt.tree.timed_restorer import TimedRestorer
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.store.block_io import BlockIo, LocalBlockIo
 from sglang_hc.store.chain import Chain

@@ -11,10 +11,10 @@ from sglang_hc.metrics import Exporter
 from sglang_hc.policy.correction import Resource
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.restore_plan import RestorePlan
+from sglang_hc.restore.timed_restorer import Timed, TimedRestorer, row_bytes
 from sglang_hc.srt.engine.scheduler import OwnScheduler
 from sglang_hc.srt.tree.prompt_sources import PromptSources
 from sglang_hc.srt.tree.sglang_families import SglangFamilies
-from sglang_hc.srt.tree.timed_restorer import Timed, TimedRestorer, row_bytes
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode
 
