@@ -61,7 +61,7 @@ def test_passes_are_timed_with_their_own_plans(plan: LayerPlan, passes: list[lis
     told = [[plan.tokens for plan in one.plans] for one in world.timed]
     assert told == passes
     assert all(one.seconds >= 0 for one in world.timed)
-    assert world.restorer.counters["restored_bytes"] == bytes_of
+    assert world.restorer.restored_bytes == bytes_of
 
 
 @given(LENGTHS, LENGTHS)

@@ -48,6 +48,8 @@ class TimedRestorer(Restorer):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.on_timed: Callable[[Timed], object] = lambda timed: None
+        self.restored_bytes = 0
+        """Copied from the host tier to the device; of ranks each its own part."""
         self._timer = timer_for(self.path.copy_stream)
         self._plans: list[RestorePlan] = []
         self._planned = 0
@@ -91,7 +93,7 @@ class TimedRestorer(Restorer):
             count = one.stop - one.start
             tokens += count
             size = row_bytes(self.path.pool.layout, one.recompute)
-            self.counters["restored_bytes"] += count * size
+            self.restored_bytes += count * size
         self._last = _Begun(self._timer.copies(), tokens, ())
         return super()._pass(restorations)
 

@@ -78,15 +78,15 @@ class Reporting:
         recent = [one for one in self._recent if now - one.at <= SHOWN_S]
         slowest = sorted(recent, key=lambda one: one.timed.seconds, reverse=True)[:SHOWN]
         shown = [_shown(one.timed, now - one.at) for one in slowest]
-        return {**self._tiers.stats(), **+self.prompts.counts, "slowest_restorations": shown}
+        return {**self._tiers.stats(), **+Counter(self._own()), "slowest_restorations": shown}
 
     def publish(self) -> None:
         """Bring the metrics up to date, if that is due."""
         exporter = self._scheduler.exporter
         if exporter is None or not exporter.due(time.monotonic()):
             return
-        counts = self._tiers.counts()
-        exporter.publish(self._tiers.levels(), {**counts, **self.prompts.counts})
+        counts = {**self._tiers.counts(), **self._own()}
+        exporter.publish(self._tiers.levels(), counts)
         if self._families is None and self._collector is not None:
             name = None if self._disk is None else self._disk.name
             size = row_bytes(self._tiers.layout)
@@ -94,6 +94,10 @@ class Reporting:
         if self._families is not None:
             self._families.publish(counts)
         self._chart(exporter)
+
+    def _own(self) -> dict[str, int]:
+        """Numbers that only grow, beside those of the tiers."""
+        return {**self.prompts.counts, "restored_bytes": self._restorer.restored_bytes}
 
     def _timed(self, timed: Timed) -> None:
         self._recent.append(_Ended(time.monotonic(), timed))
