@@ -125,6 +125,11 @@ def is_over(req: Any) -> bool:
     return req.finished()
 
 
+def is_last_part(req: Any) -> bool:
+    """Whether the part of its reply that is being sent is the last one."""
+    return bool(req.finished_output)
+
+
 def is_served(req: Any) -> bool:
     """Whether it is neither over nor retracted."""
     return not (req.finished() or req.is_retracted)

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.metrics import PROMPT_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.srt.binding import fields
-from sglang_hc.srt.engine.guard import tree_of
+from sglang_hc.srt.engine.guard import answer_of, tree_of
 from sglang_hc.tree.block_tree import BlockNode
 
 NOTED = "hc_restored_from"
 """Attribute of a request: (tier, tokens) of what was restored for it, in the order of its path."""
+
+
+PARTS = "hc_stored_parts"
+"""Attribute of a request: what `cached_tokens_details` says of it beside SGLang's own."""
 
 
 class PromptSources:
@@ -32,6 +37,7 @@ class PromptSources:
 
     def __init__(self, below: SourceTier | None) -> None:
         self._below = below
+        self.has_below = below is not None
         self.counts: Counter[str] = Counter({f"prompt_tokens_{s}": 0 for s in PROMPT_TOKENS.values})
 
     def restored(self, req: Any, path: Sequence[BlockNode], start: int, stop: int) -> None:
@@ -80,14 +86,24 @@ class PromptSources:
 
 def told(result: dict[str, Any] | None, self: Any, req: Any) -> dict[str, Any] | None:
     """AFTER SchedulerOutputStreamer.get_cached_tokens_details, which is asked once for each part of
-    a reply: beside `storage`, which is their sum, `disk` and `remote`. The last part is counted."""
-    tree = tree_of(self)
-    if tree is None:
-        return result
-    prompts: PromptSources = tree.reporting.prompts
-    if fields.is_over(req):
-        prompts.over(req)
-    if result is not None and "storage" in result:
-        below = prompts.below(req)
-        result["disk"], result["remote"] = below[SourceTier.DISK], below[SourceTier.REMOTE]
+    a reply, often of one token: beside `storage`, which is their sum, `disk` and `remote`. With the
+    last part the prompt is counted."""
+    parts: dict[str, int] | None = getattr(req, PARTS, None)
+    if parts is None or fields.is_last_part(req):
+        tree = tree_of(self)
+        if tree is None:
+            return result
+        parts = answer_of("told", tree, partial(_told, tree.reporting.prompts, req)) or {}
+    if parts and result is not None and "storage" in result:
+        result.update(parts)
     return result
+
+
+def _told(prompts: PromptSources, req: Any) -> dict[str, int]:
+    if fields.is_last_part(req):
+        prompts.over(req)
+    parts = {}
+    if prompts.has_below:
+        parts = {tier.value: tokens for tier, tokens in prompts.below(req).items()}
+    setattr(req, PARTS, parts)
+    return parts
