@@ -110,6 +110,23 @@ def test_a_key_opens_a_server_that_has_one(tmp_path: Path, capsys: Captured) -> 
     assert "--api-key-file" in capsys.readouterr().err
 
 
+def test_it_looks_again_until_it_is_interrupted(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = iter([None, None])
+
+    def wait(seconds: float) -> None:
+        assert seconds == 0.5
+        if next(waits, "over"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", wait)
+    with answering() as url:
+        assert main(["top", "--json", "--interval", "0.5", url]) == 130
+    looks = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(looks) == 3 and all(look["servers"][0]["url"] == url for look in looks)
+
+
 @pytest.mark.parametrize("words", [["localhost:3"], ["http://h", "--interval", "0"]])
 def test_wrong_usage_is_one_sentence(words: list[str], capsys: Captured) -> None:
     assert main(["top", "--once", *words]) == 2
