@@ -96,10 +96,9 @@ def test_dashboards_of_sglang_light_up(server: ServerProcess) -> None:
             source = labels.get("cache_source", labels.get("pool", ""))
             key = f"{name}{{{source}}}" if source else name
             found[key] = found.get(key, 0) + value
-        row = shown["host_bytes"] / shown["host_slots"] / 64
         wanted = {
             "sglang:load_back_tokens_total{kv}": shown["restored_tokens"],
-            "sglang:load_back_bytes_total": shown["restored_tokens"] * row,
+            "sglang:load_back_bytes_total": shown["restored_bytes"],
             "sglang:load_back_duration_seconds_count": found["sglang_hc_restore_seconds_count"],
             "sglang:hicache_backup_tokens_total{kv}": shown["kept_tokens"],
             "sglang:hicache_host_total_tokens": 64 * shown["host_slots"],

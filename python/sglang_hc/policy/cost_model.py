@@ -202,7 +202,7 @@ class CostModel:
         expected = sum(part * self._factor(resource) for resource, part in parts.items())
         if not (0.0 < expected < math.inf and 0.0 < seconds < math.inf):
             return
-        self.ratios.append((next(iter(parts)), expected / seconds))
+        self.ratios.append((next(iter(parts)), min(expected / seconds, BOUND**2)))
         for resource, factor in self._factors_seen(parts, seconds).items():
             correction = self._corrections[resource]
             steps = correction.steps
