@@ -8,15 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from sglang_hc.metrics import COUNTS, LEVELS, PERIOD_S, Exporter
+from sglang_hc.metrics import COUNTS, FAMILIES, HISTOGRAMS, LEVELS, PERIOD_S, Exporter
 from sglang_hc.policy.restore_plan import Reason
 
 ROOT = Path(__file__).resolve().parents[1]
 MANUAL = (ROOT / "docs" / "operating.md").read_text().split("\n## Metrics\n")[1]
+OWN, _ = MANUAL.split("\n### SGLang's own families\n")
 LABELS = {"model_name": "m", "tp_rank": 0}
 SEEN = {"model_name": "m", "tp_rank": "0"}
 
@@ -61,6 +63,35 @@ def test_metrics_follow_levels_and_counts(
         assert found is not None and abs(found - value) <= 1e-9 * value
 
 
+def test_a_count_of_a_family_is_one_metric_with_a_label() -> None:
+    registry = CollectorRegistry()
+    exporter = Exporter(LABELS, registry)
+    for count in (5, 8):
+        exporter.publish({}, {"prompt_tokens_disk": count, "prompt_tokens_computed": 2})
+    found = {
+        source: registry.get_sample_value(
+            "sglang_hc_prompt_tokens_total", {**SEEN, "source": source}
+        )
+        for source in FAMILIES["prompt_tokens"].values
+    }
+    wanted = {"device": 0, "host": 0, "disk": 8, "remote": 0, "computed": 2, "aborted": 0}
+    assert found == wanted
+
+
+@pytest.mark.parametrize("name", HISTOGRAMS)
+def test_what_is_timed_shows_from_the_start_and_is_summed(name: str) -> None:
+    registry = CollectorRegistry()
+    exporter = Exporter(LABELS, registry)
+    (label, values, _), buckets = HISTOGRAMS[name]
+    for value in values or ("",):
+        seen = {**SEEN, label: value} if label else SEEN
+        assert registry.get_sample_value(f"sglang_hc_{name}_count", seen) == 0
+        exporter.observe(name, buckets[3], value)
+        below = registry.get_sample_value(f"sglang_hc_{name}_bucket", {**seen, "le": "+Inf"})
+        assert below == registry.get_sample_value(f"sglang_hc_{name}_count", seen) == 1
+        assert registry.get_sample_value(f"sglang_hc_{name}_sum", seen) == buckets[3]
+
+
 def test_updates_are_rare_however_often_the_scheduler_asks() -> None:
     exporter = Exporter(LABELS, CollectorRegistry())
     asked = [step * PERIOD_S / 10 for step in range(100)]
@@ -88,14 +119,19 @@ def test_every_counter_of_the_source_shows_as_zero_from_the_start() -> None:
     source = "".join(path.read_text() for path in (ROOT / "python").rglob("*.py"))
     found = set(counted.findall(source))
     assert {"restored_tokens", "hole", "remote_hangs"} <= found
-    assert found <= set(COUNTS), "describe them in sglang_hc.metrics.COUNTS and docs/operating.md"
+    known = {f"{name}_{value}" for name, one in FAMILIES.items() for value in one.values}
+    assert found <= {*COUNTS, *known}, (
+        "describe them in sglang_hc.metrics.COUNTS and docs/operating.md"
+    )
 
 
 def test_the_manual_has_every_metric_and_no_other() -> None:
-    rows = [line.split("|")[2:4] for line in MANUAL.splitlines() if line.startswith("|")]
+    rows = [line.split("|")[2:4] for line in OWN.splitlines() if line.startswith("|")]
     for column, known in enumerate((LEVELS, COUNTS)):
         named = [name for row in rows for name in re.findall(r"`(\w+)`", row[column])]
         assert sorted(named) == sorted(known)
+    with_labels = re.findall(r"^- `sglang_hc_(\w+?)(?:_total)?`", OWN, re.M)
+    assert sorted(with_labels) == sorted([*FAMILIES, *HISTOGRAMS])
 
 
 def test_the_manual_explains_every_reason() -> None:

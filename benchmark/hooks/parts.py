@@ -30,8 +30,8 @@ from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.queue_view import QueueRules, QueueView
 from sglang_hc.restore.path import RestorePath
 from sglang_hc.restore.prerestored import PrerestoredBlocks
-from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
+from sglang_hc.restore.timed_restorer import TimedRestorer
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.device_tree import readable
@@ -78,7 +78,7 @@ def tiers_of(
     counters: Counter[str] = Counter()
     planner = RestorePlanner(None, plan, False, counters)
     path = RestorePath(pool, device, StagingRing.sized_for(layout.shape, CPU, copy_stream))
-    restorer = Restorer(host, path, planner, None, counters)
+    restorer = TimedRestorer(host, path, planner, None, counters)
     rules = QueueRules(ready_first=ready_first)
     queue = QueueView(host, below, window, rules, planner, priority if by_queue else None)
     retention = Retention(host, below, pins, priority)

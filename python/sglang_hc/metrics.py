@@ -8,10 +8,10 @@ by the scheduler process, which owns the numbers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry, Counter, Gauge
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 PREFIX = "sglang_hc_"
 PERIOD_S = 1.0
@@ -36,6 +36,8 @@ LEVELS = {
     "cost_correction_prefill": "Factor on the measured costs of computing tokens.",
     "cost_correction_attention": "Factor on the measured costs of prefill's attention.",
     "cost_correction_disk": "Factor on the measured costs of reading from disk.",
+    "restorations_under_way": "Restorations that were admitted and are not over.",
+    "fetches_under_way": "Blocks on their way into host memory from below.",
     "pins": "Sessions that are pinned.",
     "pinned_blocks": "Blocks that pins hold.",
     "throughput_tokens": "Slots of --hc-throughput.",
@@ -49,6 +51,7 @@ COUNTS = {
     "kept_tokens": "Tokens whose blocks came into the host tier.",
     "restorations": "Restorations from the host tier.",
     "restored_tokens": "Tokens restored from the host tier.",
+    "restored_bytes": "Bytes copied from the host tier to the device for restorations.",
     "early_restored_tokens": "Of these, before the pass of their request.",
     "retracted_restored_tokens": "Of these, for requests that came back after a retraction.",
     "retracted_tokens": "Tokens of state that retracted requests had when they made room.",
@@ -130,6 +133,46 @@ COUNTS = {
 """Known from the start, so that zero is visible. Others appear when they first count."""
 
 
+class Family(NamedTuple):
+    """A metric with a label. text: what it is. values: of the label, known from the start."""
+
+    label: str
+    values: tuple[str, ...]
+    text: str
+
+
+PROMPT_TOKENS = Family(
+    "source",
+    ("device", "host", "disk", "remote", "computed", "aborted"),
+    "Tokens of the prompts of requests that are over, by where their state came from; aborted: "
+    "never computed.",
+)
+FAMILIES = {"prompt_tokens": PROMPT_TOKENS}
+"""Counts whose name is that of the family, `_`, and a value of its label."""
+
+SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+RATIOS = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
+HISTOGRAMS = {
+    "restore_seconds": (
+        Family("", (), "From the first copy of a restore pass to its last, on a CPU the pass."),
+        SECONDS,
+    ),
+    "fetch_seconds": (
+        Family("tier", ("disk", "remote"), "From asking a tier for a block to having it."),
+        SECONDS,
+    ),
+    "predicted_over_observed": (
+        Family(
+            "work",
+            ("copy", "projection", "prefill", "disk", "remote"),
+            "Expected over observed time of what was timed; 1 means that the costs are right.",
+        ),
+        RATIOS,
+    ),
+}
+"""What is timed: name, family (no label where that is empty) and upper bounds of its buckets."""
+
+
 class Exporter:
     """Writes numbers that are kept elsewhere; belongs to the thread that keeps them.
 
@@ -147,7 +190,12 @@ class Exporter:
         self._metrics: dict[str, Gauge | Counter] = {}
         self._seen: dict[str, float] = {}
         self._due = float("-inf")
-        self.publish({}, dict.fromkeys(COUNTS, 0))
+        self._families: dict[str, Counter] = {}
+        self._timed: dict[tuple[str, str], Histogram] = {}
+        known = [f"{name}_{value}" for name, one in FAMILIES.items() for value in one.values]
+        self.publish({}, dict.fromkeys([*COUNTS, *known], 0))
+        for name, (family, buckets) in HISTOGRAMS.items():
+            self._add_histogram(name, family, buckets)
 
     def due(self, now: float) -> bool:
         """Whether PERIOD_S have passed since this was last True. `now`: seconds, any clock."""
@@ -170,10 +218,37 @@ class Exporter:
                 self._metric(Counter, name).inc(max(0, count - self._seen.get(name, 0)))
                 self._seen[name] = count
 
+    def observe(self, name: str, value: float, label: str = "") -> None:
+        """One more value of one of HISTOGRAMS."""
+        self._timed[name, label].observe(value)
+
+    def _add_histogram(self, name: str, family: Family, buckets: tuple[float, ...]) -> None:
+        from prometheus_client import Histogram
+
+        options = {**self._options, "buckets": buckets}
+        options["labelnames"] += (family.label,) if family.label else ()
+        made = Histogram(PREFIX + name, family.text, **options)
+        for value in family.values or ("",):
+            shown = {family.label: value} if family.label else {}
+            self._timed[name, value] = made.labels(**self._labels, **shown)
+
     def _metric(self, kind: type[Gauge | Counter], name: str, **options: Any) -> Any:
         """The metric of this name, made when it is first asked for."""
         if name not in self._metrics:
+            family = next((one for one in FAMILIES if name.startswith(f"{one}_")), None)
+            if family is not None:
+                self._metrics[name] = self._of_family(family, name.removeprefix(f"{family}_"))
+                return self._metrics[name]
             text = (LEVELS | COUNTS).get(name, "See docs/operating.md of sglang-hc.")
             made = kind(PREFIX + name, text, **options, **self._options)
             self._metrics[name] = made.labels(**self._labels)
         return self._metrics[name]
+
+    def _of_family(self, name: str, value: str) -> Counter:
+        from prometheus_client import Counter
+
+        label, _, text = FAMILIES[name]
+        if name not in self._families:
+            options = {**self._options, "labelnames": (*self._labels, label)}
+            self._families[name] = Counter(PREFIX + name, text, **options)
+        return self._families[name].labels(**self._labels, **{label: value})

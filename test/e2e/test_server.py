@@ -18,6 +18,7 @@ from benchmark.__main__ import main
 from benchmark.harness.server import ServerProcess
 from support.core import MODELS
 from support.prompts import prompt
+from support.scraped import samples
 from support.served import ENV, ask, get, numbers, post, refusal, start
 from support.waiting import HANGS_S, until
 
@@ -56,7 +57,7 @@ def test_host_hits_show_in_meta_info_and_server_info(server: ServerProcess) -> N
 
 def test_the_same_numbers_are_prometheus_metrics(server: ServerProcess) -> None:
     ask(server, prompt(3, 200))
-    found_at_start = ("layer_plan", "exactness", "exactness_difference")
+    no_numbers = ("layer_plan", "exactness", "exactness_difference", "slowest_restorations")
     assert numbers(server)["kept_tokens"] > 0
 
     def missing() -> dict[str, Any]:
@@ -64,20 +65,57 @@ def test_the_same_numbers_are_prometheus_metrics(server: ServerProcess) -> None:
         return {
             name: value
             for name, value in wanted.items()
-            if name not in found_at_start
-            and value not in (found.get(name), found.get(f"{name}_total"))
+            if name not in no_numbers and value not in (found.get(name), found.get(f"{name}_total"))
         }
 
     until(lambda: not missing(), pause=0.5, show=missing)
 
 
 def metrics(server: ServerProcess) -> dict[str, float]:
-    lines = get(server, "/metrics").splitlines()
-    ours = [line for line in lines if line.startswith("sglang_hc_")]
-    return {
-        line.partition("{")[0].removeprefix("sglang_hc_"): float(line.rpartition(" ")[2])
-        for line in ours
-    }
+    """Ours by the names of /server_info."""
+    found = {}
+    for name, labels, value in samples(get(server, "/metrics")):
+        own = name.removeprefix("sglang_hc_")
+        if own != name:
+            source = labels.get("source")
+            found[own if source is None else f"{own.removesuffix('_total')}_{source}"] = value
+    return found
+
+
+def test_dashboards_of_sglang_light_up(server: ServerProcess) -> None:
+    """Its families have the meaning there that they have with its own HiCache."""
+    ask(server, prompt(5, 200))
+    flood(server)
+    back = ask(server, prompt(5, 200))["meta_info"]["cached_tokens_details"]
+    assert back["host"] == 199
+    shown = numbers(server)
+
+    def wrong() -> dict[str, Any]:
+        found: dict[str, float] = {}
+        for name, labels, value in samples(get(server, "/metrics")):
+            source = labels.get("cache_source", labels.get("pool", ""))
+            key = f"{name}{{{source}}}" if source else name
+            found[key] = found.get(key, 0) + value
+        wanted = {
+            "sglang:load_back_tokens_total{kv}": shown["restored_tokens"],
+            "sglang:load_back_bytes_total": shown["restored_bytes"],
+            "sglang:load_back_duration_seconds_count": found["sglang_hc_restore_seconds_count"],
+            "sglang:hicache_backup_tokens_total{kv}": shown["kept_tokens"],
+            "sglang:hicache_host_total_tokens": 64 * shown["host_slots"],
+            "sglang:cached_tokens_total{device}": shown.get("prompt_tokens_device", 0),
+            "sglang:cached_tokens_total{host}": shown["prompt_tokens_host"],
+            "sglang:prompt_tokens_total": sum(
+                value for name, value in shown.items() if name.startswith("prompt_tokens_")
+            ),
+        }
+        wanted = {name: value for name, value in wanted.items() if value}
+        off = {name: (found.get(name), value) for name, value in wanted.items()}
+        off = {name: pair for name, pair in off.items() if pair[0] != pair[1]}
+        alive = ("sglang:evicted_tokens_total", "sglang:hicache_host_used_tokens")
+        return off | {name: "nothing" for name in alive if not found.get(name)}
+
+    until(lambda: not wrong(), pause=0.5, show=wrong)
+    assert shown["slowest_restorations"][0]["tokens"] > 0
 
 
 def test_a_flush_forgets_both_tiers(server: ServerProcess) -> None:

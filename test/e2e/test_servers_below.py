@@ -3,21 +3,29 @@ scheduler was killed, from a directory on another host, and from the disk of a r
 
 from __future__ import annotations
 
+import io
+import json
 import shutil
 import signal
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import psutil
 import pytest
 
+from benchmark.harness.server import ServerProcess
 from sglang_hc.store.disk.folders import model_folders, store_root
 from sglang_hc.store.disk.sharing import living_servers
+from sglang_hc.tools.cli.main import main
+from support.dashboards import OF_DISK, OF_REMOTE, ON_FAILURE, missing
 from support.prompts import in_directory, on_disk, prompt
 from support.ranked_core import ENV
+from support.scraped import samples
 from support.served import (
     ask_replica,
     first_turn,
     generate,
+    get,
     replicas,
     replicas_remember,
     start,
@@ -36,8 +44,31 @@ def test_a_killed_scheduler_costs_no_token(models: None, tmp_path: Path) -> None
         below = psutil.Process(server.pid).children(recursive=True)
         (scheduler,) = [one for one in below if "scheduler" in "".join(one.cmdline())]
         scheduler.send_signal(signal.SIGKILL)
-    with start(tmp_path / "log2", *disk) as server:
+    with start(tmp_path / "log2", *disk, "--enable-metrics") as server:
         assert generate(server, saved.history, 16) == saved.answer
+        look_at(server, saved.blocks, "disk")
+        absent = missing(get(server, "/metrics"))
+        assert absent == OF_REMOTE | ON_FAILURE, "the dashboard asks for what is not there"
+
+
+def look_at(server: ServerProcess, blocks: int, tier: str) -> None:
+    """What came from a tier shows under SGLang's names and in `sglang-hc top`."""
+    tokens = 64 * blocks
+    wait_for(lambda: scraped(server, "sglang:prefetched_tokens_total") == tokens)
+    assert scraped(server, "sglang:cached_tokens_total", cache_source="storage") == tokens
+    assert scraped(server, "sglang_hc_prompt_tokens_total", source=tier) == tokens
+    assert scraped(server, "sglang_hc_fetch_seconds_count", tier=tier) == blocks
+    shown = io.StringIO()
+    with redirect_stdout(shown):
+        assert main(["top", "--once", "--json", server.url]) == 0
+    (found,) = json.loads(shown.getvalue())["servers"]
+    assert found["prompt_tokens"][tier] == tokens
+    assert found["running"] == found["queued"] == 0 and found["slowest"]
+
+
+def scraped(server: ServerProcess, name: str, **labels: str) -> float:
+    found = samples(get(server, "/metrics"))
+    return sum(value for one, has, value in found if one == name and labels.items() <= has.items())
 
 
 def test_a_conversation_moves_to_another_host(models: None, tmp_path: Path) -> None:
@@ -46,8 +77,10 @@ def test_a_conversation_moves_to_another_host(models: None, tmp_path: Path) -> N
     with start(tmp_path / "log", *remote) as server:
         saved = first_turn(server, PROMPT, "remote_saved_blocks")
         other = generate(server, PROMPT[::-1], 16)[0]
-    with start(tmp_path / "log2", *remote) as server:
+    with start(tmp_path / "log2", *remote, "--enable-metrics") as server:
         assert generate(server, saved.history, 16) == saved.answer
+        look_at(server, saved.blocks, "remote")
+        assert missing(get(server, "/metrics")) == OF_DISK | ON_FAILURE
         shutil.rmtree(shared)
         assert generate(server, PROMPT[::-1], 16) == (other, 0), "the store is gone, not the server"
 

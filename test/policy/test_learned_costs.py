@@ -68,6 +68,17 @@ def test_less_than_half_a_window_of_nonsense_changes_nothing(count, nonsense, rn
         assert costs.learned == {Resource.PREFILL: 1.0}
 
 
+def test_what_was_expected_is_told_beside_what_it_took() -> None:
+    """By the costs in force: a cost that has learned expects what it sees."""
+    costs = fresh()
+    for _ in range(2 * WINDOW):
+        costs.observe({Resource.KV_COPY: 10.0}, 5.0)
+    assert costs.ratios[0] == (Resource.KV_COPY, 2.0)
+    assert costs.ratios[-1] == (Resource.KV_COPY, pytest.approx(1.0))
+    costs.observe({Resource.DISK: 1e300}, 1e-300)
+    assert math.isfinite(costs.ratios[-1][1])
+
+
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.inf, math.nan])
 def test_times_that_say_nothing_are_ignored(bad: float) -> None:
     costs = fresh()

@@ -30,8 +30,8 @@ from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.queue_view import QueueRules
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.path import Recomputer, RestorePath
-from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
+from sglang_hc.restore.timed_restorer import TimedRestorer
 from sglang_hc.store.block_io import BlockIo, LocalBlockIo
 from sglang_hc.store.chain import Chain
 from sglang_hc.store.executor import Completion, Operation, perform
@@ -180,7 +180,7 @@ def build(
         host,
         below,
         Capture(layout, host, scatters, source, on_ready, clock=lambda: 0.0),
-        Restorer(host, path, planner, None, counters, ranks),
+        TimedRestorer(host, path, planner, None, counters, ranks),
         queue_over(host, below, window, QueueRules("on-arrival")),
         Retention(host, below, pins, RetentionPriority(window, pins), clock),
         Exactness(True, 0.0),

@@ -28,6 +28,10 @@ LONG_HISTORY = 16384
 """Tokens of the paper's longest history. The fixed costs of a copy do not show in it."""
 
 
+RATIOS_KEPT = 256
+"""Observations that wait for whoever charts them (`CostModel.ratios`)."""
+
+
 class SourceTier(enum.Enum):
     """Where a block is read from when it is restored."""
 
@@ -98,6 +102,8 @@ class CostModel:
         self.learned = dict(self.learned)  # `replace` makes a model that learns on its own
         self.changes = 0
         """How often a factor has changed by much (`correction.STEP`)."""
+        self.ratios: deque[tuple[Resource, float]] = deque(maxlen=RATIOS_KEPT)
+        """Expected over observed seconds of the newest observations, with a resource of each."""
         self._shared: dict[tuple[Resource, Resource], deque[tuple[float, float]]] = {}
         """Of the last times that two resources shared, their parts as measured, as shares of it."""
         self._corrections = {
@@ -208,6 +214,7 @@ class CostModel:
         expected = sum(part * self._factor(resource) for resource, part in parts.items())
         if not (0.0 < expected < math.inf and 0.0 < seconds < math.inf):
             return
+        self.ratios.append((next(iter(parts)), min(expected / seconds, BOUND**2)))
         for resource, factor in self._factors_seen(parts, seconds).items():
             correction = self._corrections[resource]
             steps = correction.steps

@@ -72,6 +72,7 @@ def all_hooks() -> list[Hook]:
     from sglang_hc.srt.model import cpu_attention, model_state, offload
     from sglang_hc.srt.requests import entrance, namespaces, overflow, pins, self_test
     from sglang_hc.srt.scheduling import hooks, meeting, preemption, speculation, weights
+    from sglang_hc.srt.tree import prompt_sources
 
     after, around, before = HookType.AFTER, HookType.AROUND, HookType.BEFORE
     asked, served = in_place.Proof.TOKENIZER, in_place.Proof.SCHEDULER
@@ -83,6 +84,7 @@ def all_hooks() -> list[Hook]:
     parts = "sglang.srt.managers.scheduler_components"
     updates = f"{parts}.weight_updater.SchedulerWeightUpdaterManager"
     results = f"{parts}.batch_result_processor.SchedulerBatchResultProcessor"
+    streamer = f"{parts}.output_streamer.SchedulerOutputStreamer"
     tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     http = "sglang.srt.entrypoints.http_server"
     chat = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
@@ -102,6 +104,7 @@ def all_hooks() -> list[Hook]:
     answer = guard.Unguarded("its errors are answers to their client already")
     cleared = guard.Unguarded("an error is no answer that everything is gone")
     reply = guard.Unguarded("it only adds to a reply")
+    often = guard.Unguarded("its parts are guarded; it is asked for each token of a reply")
     model = guard.Unguarded("it is the model's own arithmetic")
     found = [
         Hook(f"{args}.add_cli_args", after, server_args.add_cli_args, start),
@@ -125,6 +128,7 @@ def all_hooks() -> list[Hook]:
         Hook(f"{adder}.preempt_to_schedule", around, preemption.preempt_to_schedule, give_up),
         Hook(f"{scheduler}.maybe_sleep_on_idle", around, hooks.sleep_on_idle, keeps),
         Hook(f"{scheduler}.get_internal_state", after, hooks.internal_state, keeps),
+        Hook(f"{streamer}.get_cached_tokens_details", after, prompt_sources.told, often),
         Hook(sample, after, speculation.sampled, keeps),
         Hook(f"{results}._resolve_spec_v2_tokens", after, speculation.accepted, keeps),
         Hook(f"{scheduler}._add_request_to_queue", before, namespaces.complete, alone, served),

@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from sglang_hc.policy.cost_model import SourceTier
@@ -94,6 +95,8 @@ class LowerTier:
         self.counters, self.capacity, self.name = io.counts, io.capacity, io.name
         self.touch, self.expect = io.touch, io.expect
         self.sources = io.sources
+        self.fetched: deque[tuple[SourceTier, float]] = deque(maxlen=256)
+        """Of the newest blocks that came: their tier, and seconds since they were asked for."""
         below = (SourceTier.DISK, SourceTier.REMOTE)
         self._watches = {tier: ReadWatch(tier, on_read) for tier in below}
         self._pause = pause
@@ -242,6 +245,7 @@ class LowerTier:
             if done.outcome is Outcome.OK:
                 self.counters[f"{done.tier}_loaded_blocks"] += 1
                 promotion.source = tier
+                self.fetched.append((tier, now - promotion.asked))
                 came.append(promotion)
             else:
                 self.counters[f"{done.tier}_read_{done.outcome.value}"] += 1

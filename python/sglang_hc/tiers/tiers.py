@@ -209,6 +209,7 @@ class Tiers:
             "host_withheld_slots": self.host.withheld_slots,
             "host_blocks": self.host.published_blocks,
             "host_bytes": self.host.num_slots * self.layout.slot_bytes,
+            "restorations_under_way": self.restorer.under_way,
             "pins": len(self.retention.pins),
             "pinned_blocks": self.retention.pins.total_blocks,
         }
@@ -220,6 +221,7 @@ class Tiers:
             }
         if self.disk is not None:
             found |= self.disk.levels()
+            found["fetches_under_way"] = len(self.disk.coming)
         if self.restorer.planner.costs is not None:
             found |= self.restorer.planner.costs.levels()
         return found

@@ -10,6 +10,7 @@ from array import array
 from typing import Any
 
 import torch
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -125,6 +126,11 @@ def is_over(req: Any) -> bool:
     return req.finished()
 
 
+def is_last_part(req: Any) -> bool:
+    """Whether the part of its reply that is being sent is the last one."""
+    return bool(req.finished_output)
+
+
 def is_served(req: Any) -> bool:
     """Whether it is neither over nor retracted."""
     return not (req.finished() or req.is_retracted)
@@ -160,14 +166,25 @@ def committed_tokens(req: Any) -> int:
     return req.kv.kv_committed_len
 
 
-def prompt_tokens(req: Any) -> int:
-    """Tokens that its client sent."""
-    return len(req.origin_input_ids)
-
-
 def computed_prompt_tokens(req: Any) -> int:
     """Tokens of its prompt that were not cached when it was first admitted."""
     return len(req.origin_input_ids) - req.cached_tokens
+
+
+def prompt_tokens(req: Any) -> int:
+    """Tokens of its prompt, as its client is told."""
+    return len(req.origin_input_ids)
+
+
+def cached_by_source(req: Any) -> tuple[int, int, int]:
+    """Tokens of its prompt that were cached when it was first admitted: (on the device, in host
+    memory, below)."""
+    return req.cached_tokens_device, req.cached_tokens_host, req.cached_tokens_storage
+
+
+def is_probe(req: Any) -> bool:
+    """Whether SGLang asks whether the server lives; no client is told of its tokens."""
+    return str(req.rid).startswith(HEALTH_CHECK_RID_PREFIX)
 
 
 def tokens_from_tiers(req: Any) -> tuple[int, int]:

@@ -34,8 +34,8 @@ from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.restore.cost_observer import CostObserver, timer_for
 from sglang_hc.restore.path import RestorePath, Rotation
 from sglang_hc.restore.prerestored import PrerestoredBlocks
-from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
+from sglang_hc.restore.timed_restorer import TimedRestorer
 from sglang_hc.srt.arguments.server_args import config_of
 from sglang_hc.srt.binding import arguments, parallel
 from sglang_hc.srt.engine import in_place
@@ -124,7 +124,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
         # What one rank sees corrects no costs of several, which must decide alike; nor what is seen
         # of layers that differ.
         observer = CostObserver(state.cost, layout, timer_for(copies), copies)
-    restorer = Restorer(host, path, planner, observer, counters, ranks, ends)
+    restorer = TimedRestorer(host, path, planner, observer, counters, ranks, ends)
     compute = ComputeStream.of(runner)
     ahead = PrerestoredBlocks(model.allocator, restorer, compute)
     queue = QueueView(host, disk, window, rules, planner, hints, mover, ahead.drop_unproven)

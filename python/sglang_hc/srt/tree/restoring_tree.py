@@ -19,6 +19,7 @@ from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.tree.ahead import RestoreAhead, restorable
 from sglang_hc.srt.tree.capturing_tree import CapturingTree
 from sglang_hc.srt.tree.host_match import HostMatch
+from sglang_hc.srt.tree.reporting import Reporting
 from sglang_hc.tree.block_tree import BlockNode
 
 REFUSED = "hc_refused"
@@ -40,6 +41,7 @@ class RestoringTree(CapturingTree):
     host_match: HostMatch
     prerestored: PrerestoredBlocks
     ahead: RestoreAhead
+    reporting: Reporting
     _lag: int
     _numbers: Iterator[int]
 
@@ -104,6 +106,7 @@ class RestoringTree(CapturingTree):
             restorer.unqueue(queued)
             self.take_back(key, grown)
             raise
+        self.reporting.restored(req, blocks, plan, start, stop)
         if fields.was_retracted(req):
             restorer.counters["retracted_restored_tokens"] += stop - start
         return self.path_device_indices(grown.node)[start:stop], grown.node
@@ -134,6 +137,7 @@ class RestoringTree(CapturingTree):
             restorer.unqueue(queued)
             self.remove(node)
             raise
+        self.reporting.restored(req, blocks, plan, len(before), len(before) + len(slots))
         if self.audit is not None:
             self.audit.restored(req, blocks, len(before), len(before) + len(slots))
         if fields.was_retracted(req):

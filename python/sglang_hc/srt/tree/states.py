@@ -168,6 +168,7 @@ class TreeStates:
                 tree.drop_state(inserted.node)
             self._free(tree, [inserted.own])
             raise
+        tree.reporting.restored(req, blocks, plan, start, stop)
         source = tree.tree_core.get_component_device_value(inserted.node, ComponentType.MAMBA)
         fields.go_on_with_state(req, inserted.own, source)
         if fields.was_retracted(req):

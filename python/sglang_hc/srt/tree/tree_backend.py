@@ -33,6 +33,7 @@ from sglang_hc.srt.tree.ahead import RestoreAhead, restorable
 from sglang_hc.srt.tree.audit import Audit
 from sglang_hc.srt.tree.facades import ControllerFacade, HostPoolFacade
 from sglang_hc.srt.tree.host_match import HostMatch
+from sglang_hc.srt.tree.reporting import Reporting
 from sglang_hc.srt.tree.restoring_tree import RestoringTree
 from sglang_hc.srt.tree.states import TreeStates
 from sglang_hc.tiers.forgetting import Forgetter
@@ -84,6 +85,7 @@ class HcRadixCache(RestoringTree):
             prerestored, self.meetings, self.waiting, planner, self.host_match
         )
         self.forgetter = Forgetter(self._disk)
+        self.reporting = Reporting(tiers, scheduler, self.metrics_collector)
         self._is_built = True
 
     # -- look up ---------------------------------------------------------------------------------
@@ -198,13 +200,11 @@ class HcRadixCache(RestoringTree):
     @method(answer=nothing)
     def take_in(self) -> None:
         """Completions of all tiers."""
-        tiers, disk, exporter = self.tiers, self._disk, self.scheduler.exporter
-        if disk is not None and disk.is_busy and not self.scheduler.decoding:
+        if self._disk is not None and self._disk.is_busy and not self.scheduler.decoding:
             # Threads that read a store would wait 5 ms each time that they need the interpreter.
             time.sleep(0)
-        tiers.poll()
-        if exporter is not None and exporter.due(time.monotonic()):
-            exporter.publish(tiers.levels(), tiers.counts())
+        self.tiers.poll()
+        self.reporting.publish()
 
     def _forget_queue(self) -> None:
         """Whoever waits is admitted with what is there."""
@@ -282,7 +282,7 @@ class HcRadixCache(RestoringTree):
 
     def stats(self) -> dict[str, object]:
         """Plain numbers for /server_info."""
-        return self.tiers.stats()
+        return self.reporting.stats()
 
     def sanity_check(self) -> None:
         """Of the device tree and the tiers. Raises AssertionError."""

@@ -30,6 +30,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "sglang_hc.tools.cli.capacity",
         "find the DRAM and SSD that a load needs for a hit rate",
     ),
+    "top": (
+        "sglang_hc.tools.cli.top",
+        "show what servers do with their tiers, live",
+    ),
     "inspect": (
         "sglang_hc.tools.cli.inspect_store",
         "list what lies in the directories of the disk tier",
