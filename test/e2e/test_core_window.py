@@ -17,7 +17,16 @@ from support import leaks, ranked_turns, retractions, window_core, window_kernel
 from support.core import Core, Once, Reply, run_in_child
 from support.prompts import in_directory, in_store, on_disk, prompt
 from support.ranked_core import run_ranks
-from support.window_core import KEPT, PROMPT, engine, evicted, exchange, history, never_evicted
+from support.window_core import (
+    KEPT,
+    MORE,
+    PROMPT,
+    engine,
+    evicted,
+    exchange,
+    history,
+    never_evicted,
+)
 
 CHUNKS = "--chunked-prefill-size", "128"
 PLAIN = "--disable-overlap-schedule"
