@@ -288,10 +288,10 @@ def on_rank(rank: int, port: int, model: str, *flags: str) -> ranked_turns.Turns
 
 
 @pytest.mark.slow
-def test_two_ranks_divide_heads(model: str) -> None:
-    found = run_ranks(on_rank, model)
+def test_two_ranks_divide_heads(model: str, tmp_path: Path) -> None:
+    found = run_ranks(on_rank, model, *on_disk(tmp_path))
     ranked_turns.check_tokens(found)
-    assert found[0].counted["restored_tokens"] == ranked_turns.BLOCKS
+    assert found[0].counted["restored_tokens"] == found[0].stored == ranked_turns.BLOCKS
 
 
 # -- what plain SGLang says, and what is refused ---------------------------------------------------
