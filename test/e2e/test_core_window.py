@@ -17,7 +17,16 @@ from support import leaks, ranked_turns, retractions, window_core, window_kernel
 from support.core import Core, Once, Reply, run_in_child
 from support.prompts import in_directory, in_store, on_disk, prompt
 from support.ranked_core import run_ranks
-from support.window_core import KEPT, PROMPT, engine, evicted, exchange, history, never_evicted
+from support.window_core import (
+    KEPT,
+    MORE,
+    PROMPT,
+    engine,
+    evicted,
+    exchange,
+    history,
+    never_evicted,
+)
 
 CHUNKS = "--chunked-prefill-size", "128"
 PLAIN = "--disable-overlap-schedule"
@@ -279,10 +288,10 @@ def on_rank(rank: int, port: int, model: str, *flags: str) -> ranked_turns.Turns
 
 
 @pytest.mark.slow
-def test_two_ranks_divide_heads(model: str) -> None:
-    found = run_ranks(on_rank, model)
+def test_two_ranks_divide_heads(model: str, tmp_path: Path) -> None:
+    found = run_ranks(on_rank, model, *on_disk(tmp_path))
     ranked_turns.check_tokens(found)
-    assert found[0].counted["restored_tokens"] == ranked_turns.BLOCKS
+    assert found[0].counted["restored_tokens"] == found[0].stored == ranked_turns.BLOCKS
 
 
 # -- what plain SGLang says, and what is refused ---------------------------------------------------
@@ -356,3 +365,22 @@ def refusal(model: str, *flags: str) -> str:
 )
 def test_what_cannot_be_right_is_refused(model: str, flags: tuple[str, ...], why: str) -> None:
     assert why in run_in_child(refusal, model, *flags)
+
+
+def tiny_pool(model: str, *flags: str) -> tuple[list[int], int]:
+    """The second turn where the pool of windows holds little more than two of them."""
+    core = engine(model, "--swa-full-tokens-ratio", "0.4", *flags)
+    first = core.ask(PROMPT[:120], 4).tokens
+    if "--hc-disable" not in flags:
+        core.settle()
+        core.evict()
+    reply = core.ask([*PROMPT[:120], *first, *MORE], 4)
+    return reply.tokens, reply.host
+
+
+@pytest.mark.slow
+def test_nobody_waits_for_windows_that_the_pool_never_has(model: str) -> None:
+    """What SGLang's admission would not let in is computed again."""
+    chunked = "--chunked-prefill-size", "64"
+    wanted, _ = run_in_child(tiny_pool, model, *chunked, "--hc-disable")
+    assert run_in_child(tiny_pool, model, *chunked) == (wanted, 0)
