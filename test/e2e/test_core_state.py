@@ -3,6 +3,7 @@ evicted comes back with the state behind it, and goes on word for word."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -185,6 +186,25 @@ def test_random_conversations_say_what_they_say_on_the_device(
     found, stats = run_in_child(state_talks.stormy, model, seed, True, *flags)
     assert found == wanted
     assert "guarded_errors" not in stats
+
+
+def said(model: str, *flags: str) -> tuple[list[str], str, bool]:
+    """What the start logs, the layer plan, and whether there is an audit."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sglang_hc").addHandler(handler)
+    core = engine(model, *flags)
+    return lines, core.tree.stats()["layer_plan"], core.tree.audit is not None
+
+
+@slow
+def test_hidden_form_and_audits_are_left_out_and_the_log_says_why(model: str) -> None:
+    lines, plan, audited = run_in_child(said, model, "--hc-forms", "hidden", "--hc-audit", "1")
+    assert plan == "kv:2" and not audited
+    why = "Qwen3NextForCausalLM is not among the"
+    assert any(f"is served without hidden: {why} families" in line for line in lines)
+    assert any(f"--hc-audit is off: {why} models" in line for line in lines)
 
 
 def refusal(model: str, *flags: str) -> str:
