@@ -38,9 +38,7 @@ class _Round(NamedTuple):
 
 
 class StreamedAttention(AttentionBackend):
-    """table: SGLang's of slots, by request. places: where K and V of a round lie. child: makes a
-    back end that reads and writes there, with `rows` for a table. inputs: of the projections of
-    the pass, None where nothing is kept as hidden states."""
+    """SGLang calls `init_forward_metadata` at the top of a pass, and `forward` in each layer."""
 
     def __init__(
         self,
@@ -52,7 +50,10 @@ class StreamedAttention(AttentionBackend):
         inputs: ProjectionInputs | None,
         child: Callable[[torch.Tensor], AttentionBackend],
     ) -> None:
-        """hidden: of each place, (rows, hidden size) in the model's type."""
+        """runner: SGLang's model runner. places: K and V of a round. hidden: of each place, (rows,
+        hidden size) in the model's type. inputs: of the projections of the pass, None where nothing
+        is kept as hidden states. child: makes a back end that reads and writes in the places, given
+        a table of rows by request in place of SGLang's of slots."""
         super().__init__()
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
@@ -104,8 +105,8 @@ class StreamedAttention(AttentionBackend):
         if forward_batch.forward_mode.is_idle():
             return q.new_empty(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
         found: torch.Tensor | None = None
+        index = layer.layer_id - self._first
         for number, one in enumerate(self._rounds):
-            index = layer.layer_id - self._first
             self._begin_unit(index, number, one)
             parts = (q, k, v) if one.tokens is None else (part[one.tokens] for part in (q, k, v))
             child = self._children[number]
