@@ -169,10 +169,8 @@ class Engine:
             self._finish(job)
 
     def _idle(self) -> None:
-        coming = self._coming
-        if coming == math.inf:
-            coming = self.now + PAUSE
-        self._gpu.idle_until(coming)
+        waits = bool(self._queue) and not self._disk
+        self._gpu.idle_until(min(self._coming, self.now + PAUSE) if waits else self._coming)
 
     def _finish(self, job: Job) -> None:
         talk = self._talks[job.session]
