@@ -64,6 +64,8 @@ def look_at(server: ServerProcess, blocks: int, tier: str) -> None:
     (found,) = json.loads(shown.getvalue())["servers"]
     assert found["prompt_tokens"][tier] == tokens
     assert found["running"] == found["queued"] == 0 and found["slowest"]
+    for seed in (20, 21, 22):  # what the device evicted is not a series before it evicts
+        generate(server, prompt(seed, 300), 1)
 
 
 def scraped(server: ServerProcess, name: str, **labels: str) -> float:
