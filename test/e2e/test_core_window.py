@@ -4,6 +4,7 @@ its kernels: what was evicted comes back up to an end, and goes on word for word
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -384,3 +385,36 @@ def test_nobody_waits_for_windows_that_the_pool_never_has(model: str) -> None:
     chunked = "--chunked-prefill-size", "64"
     wanted, _ = run_in_child(tiny_pool, model, *chunked, "--hc-disable")
     assert run_in_child(tiny_pool, model, *chunked) == (wanted, 0)
+
+
+# -- chats ----------------------------------------------------------------------------------------
+
+TURNS = 10
+
+
+def chat(model: str, *flags: str) -> tuple[list[list[int]], list[int]]:
+    """Replies of a chat of short and long turns, everything of which leaves the device behind each,
+    and how many tokens of what was said before were computed again in each."""
+    core, rng = engine(model, "--max-total-tokens", "2048", *flags), random.Random("chat")
+    said, replies, again = prompt("system", 150), list[list[int]](), list[int]()
+    before = 0
+    for _ in range(TURNS):
+        said += [rng.randrange(3, 900) for _ in range(rng.choice((5, 20, 40, 90)))]
+        reply = core.ask(said, rng.choice((3, 20, 40)))
+        again.append(before - reply.cached)
+        replies.append(reply.tokens)
+        said += reply.tokens
+        before = len(said) - 1  # of the last token nothing was computed
+        if "--hc-disable" not in flags:
+            core.settle()
+            core.evict()
+    return replies, again
+
+
+@pytest.mark.slow
+def test_a_turn_computes_again_less_than_a_block(model: str) -> None:
+    """Of what was there before, whatever the turns before it were."""
+    wanted, _ = run_in_child(chat, model, "--hc-disable")
+    found, again = run_in_child(chat, model)
+    assert found == wanted
+    assert max(again) < BLOCK_TOKENS

@@ -10,6 +10,7 @@ import torch
 from sglang_hc.config import HcConfig
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import LayerPlan
+from sglang_hc.srt.model import model_state
 from sglang_hc.srt.model.columns import all_columns, columns_of
 from sglang_hc.srt.model.exactness import HiddenProof, of_all_ranks
 from sglang_hc.srt.model.model_state import _for_all, _plan, refuse_model
@@ -76,12 +77,12 @@ def test_a_model_whose_ranks_have_all_heads_is_refused_on_several() -> None:
     ],
 )
 def test_every_stage_of_a_pipeline_keeps_a_layer_of_each_form(
-    forms: str, wrong: str | None
+    forms: str, wrong: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = SimpleNamespace(model_config=SimpleNamespace(num_hidden_layers=6))
+    monkeypatch.setattr(model_state, "kept_layers", lambda runner: 6)
 
     def plan() -> LayerPlan:
-        return _plan(runner, HcConfig(forms=forms), None, None, [3, 3])
+        return _plan(SimpleNamespace(), HcConfig(forms=forms), None, None, [3, 3])
 
     if wrong is None:
         assert str(plan()) == forms
