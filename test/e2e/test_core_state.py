@@ -46,6 +46,14 @@ def model(folder: Path) -> str:
     return str(folder / "qwen3-next")
 
 
+@slow
+@pytest.mark.parametrize("name", list(state_model.MODELS))
+def test_the_kernels_of_these_tests_compute_these_models(folder: Path, name: str) -> None:
+    model = str(folder / name)
+    wanted = run_in_child(state_core.by_transformers, model)
+    assert run_in_child(never_evicted, model) == wanted
+
+
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
