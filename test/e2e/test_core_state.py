@@ -140,9 +140,8 @@ def second_turn(model: str, first: list[int], *flags: str) -> Reply:
     return reply
 
 
-@pytest.mark.parametrize(
-    "below", [on_disk, pytest.param(in_directory, marks=slow), pytest.param(in_store, marks=slow)]
-)
+@slow
+@pytest.mark.parametrize("below", [on_disk, in_directory, in_store])
 def test_the_next_server_goes_on(
     model: str, once: Once, tmp_path: Path, below: Callable[[object], tuple[str, ...]]
 ) -> None:
