@@ -22,6 +22,9 @@ LEVELS = {
     "host_free_slots": "Slots of the host tier that hold nothing.",
     "host_staged_slots": "Slots of the host tier that belong to running requests.",
     "host_withheld_slots": "Slots that a disk which did not answer in time may still touch.",
+    "ends": "Places in host memory where paths of a model can be continued that needs ends.",
+    "end_slots": "Slots of end parts in host memory.",
+    "end_free_slots": "Slots of end parts that hold nothing.",
     "host_blocks": "Blocks in the host tier that can be served.",
     "host_bytes": "Size of the host tier in bytes.",
     "disk_blocks": "Blocks on disk.",
@@ -41,6 +44,10 @@ LEVELS = {
 }
 COUNTS = {
     "kept_tokens": "Tokens whose blocks came into the host tier.",
+    "kept_ends": "Ends that were kept.",
+    "evicted_ends": "Ends that left host memory for room.",
+    "ends_without_rows": "Ends not kept because rows of their windows had left the device.",
+    "ends_without_room": "Ends not kept because all slots of end parts were in use.",
     "restorations": "Restorations from the host tier.",
     "restored_tokens": "Tokens restored from the host tier.",
     "early_restored_tokens": "Of these, before the pass of their request.",

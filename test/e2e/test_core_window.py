@@ -4,6 +4,7 @@ its kernels: what was evicted comes back up to an end, and goes on word for word
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,16 @@ from support import leaks, ranked_turns, retractions, window_core, window_kernel
 from support.core import Core, Once, Reply, run_in_child
 from support.prompts import in_directory, in_store, on_disk, prompt
 from support.ranked_core import run_ranks
-from support.window_core import KEPT, PROMPT, engine, evicted, exchange, history, never_evicted
+from support.window_core import (
+    KEPT,
+    MORE,
+    PROMPT,
+    engine,
+    evicted,
+    exchange,
+    history,
+    never_evicted,
+)
 
 CHUNKS = "--chunked-prefill-size", "128"
 PLAIN = "--disable-overlap-schedule"
@@ -279,10 +289,10 @@ def on_rank(rank: int, port: int, model: str, *flags: str) -> ranked_turns.Turns
 
 
 @pytest.mark.slow
-def test_two_ranks_divide_heads(model: str) -> None:
-    found = run_ranks(on_rank, model)
+def test_two_ranks_divide_heads(model: str, tmp_path: Path) -> None:
+    found = run_ranks(on_rank, model, *on_disk(tmp_path))
     ranked_turns.check_tokens(found)
-    assert found[0].counted["restored_tokens"] == ranked_turns.BLOCKS
+    assert found[0].counted["restored_tokens"] == found[0].stored == ranked_turns.BLOCKS
 
 
 # -- what plain SGLang says, and what is refused ---------------------------------------------------
@@ -356,3 +366,55 @@ def refusal(model: str, *flags: str) -> str:
 )
 def test_what_cannot_be_right_is_refused(model: str, flags: tuple[str, ...], why: str) -> None:
     assert why in run_in_child(refusal, model, *flags)
+
+
+def tiny_pool(model: str, *flags: str) -> tuple[list[int], int]:
+    """The second turn where the pool of windows holds little more than two of them."""
+    core = engine(model, "--swa-full-tokens-ratio", "0.4", *flags)
+    first = core.ask(PROMPT[:120], 4).tokens
+    if "--hc-disable" not in flags:
+        core.settle()
+        core.evict()
+    reply = core.ask([*PROMPT[:120], *first, *MORE], 4)
+    return reply.tokens, reply.host
+
+
+@pytest.mark.slow
+def test_nobody_waits_for_windows_that_the_pool_never_has(model: str) -> None:
+    """What SGLang's admission would not let in is computed again."""
+    chunked = "--chunked-prefill-size", "64"
+    wanted, _ = run_in_child(tiny_pool, model, *chunked, "--hc-disable")
+    assert run_in_child(tiny_pool, model, *chunked) == (wanted, 0)
+
+
+# -- chats ----------------------------------------------------------------------------------------
+
+TURNS = 10
+
+
+def chat(model: str, *flags: str) -> tuple[list[list[int]], list[int]]:
+    """Replies of a chat of short and long turns, everything of which leaves the device behind each,
+    and how many tokens of what was said before were computed again in each."""
+    core, rng = engine(model, "--max-total-tokens", "2048", *flags), random.Random("chat")
+    said, replies, again = prompt("system", 150), list[list[int]](), list[int]()
+    before = 0
+    for _ in range(TURNS):
+        said += [rng.randrange(3, 900) for _ in range(rng.choice((5, 20, 40, 90)))]
+        reply = core.ask(said, rng.choice((3, 20, 40)))
+        again.append(before - reply.cached)
+        replies.append(reply.tokens)
+        said += reply.tokens
+        before = len(said) - 1  # of the last token nothing was computed
+        if "--hc-disable" not in flags:
+            core.settle()
+            core.evict()
+    return replies, again
+
+
+@pytest.mark.slow
+def test_a_turn_computes_again_less_than_a_block(model: str) -> None:
+    """Of what was there before, whatever the turns before it were."""
+    wanted, _ = run_in_child(chat, model, "--hc-disable")
+    found, again = run_in_child(chat, model)
+    assert found == wanted
+    assert max(again) < BLOCK_TOKENS

@@ -135,7 +135,7 @@ class Rank(DiskMachine):
         counts = {k: v for k, v in self.tiers.counts().items() if not k.startswith("rank")}
         on_their_way = len(self.disk.coming), len(self.tiers.retention.pins)
         known = list(self.disk._io._far._presence._found.items())
-        return tree, host._free, records, counts, on_their_way, known, self.notes
+        return tree, host._slots._free, records, counts, on_their_way, known, self.notes
 
     def what_is_under_way_has_its_slot_for_itself(self) -> None:
         super().what_is_under_way_has_its_slot_for_itself()

@@ -104,6 +104,8 @@ class LateDisk:
         self._inner = inner
         self._weather = weather
         self._late = _Late(weather.rng)
+        self._others: list[BlockDone] = []
+        """Answers to what does not depend on the weather."""
 
     def read(self, ticket: int, block_id: bytes, slot: int, deadline: float, *layers: Any) -> None:
         def work() -> BlockDone:
@@ -128,7 +130,9 @@ class LateDisk:
         self._late.add(self._weather.disk.delay, work)
 
     def poll(self) -> list[BlockDone]:
-        return self._late.take()
+        late = self._late.take()
+        others, self._others = [*self._others, *self._inner.poll()], []
+        return [*late, *others]
 
     def close(self) -> None:
         while len(self._late):
@@ -137,9 +141,13 @@ class LateDisk:
 
     def _answer(self, ticket: int) -> BlockDone:
         found: list[BlockDone] = []
-        until(lambda: found, lambda: found.extend(self._inner.poll()), pause=0.0002)
+
+        def look() -> None:
+            for done in self._inner.poll():
+                (found if done.ticket == ticket else self._others).append(done)
+
+        until(lambda: found, look, pause=0.0002)
         (done,) = found
-        assert done.ticket == ticket
         self._weather.counts[f"disk {done.outcome.value}"] += 1
         return done._replace(at=time.monotonic())
 
@@ -206,10 +214,10 @@ class StormRanks(Ranks):
 
 def use(weather: Weather) -> None:
     """The engine that this process builds is in this weather."""
-    from sglang_hc.srt.start import build
+    from sglang_hc.srt.start import build, stores
 
     open_with(weather.faults, weather.wall)
-    threads, executor = build.DiskThreads, build.ThreadExecutor
-    build.DiskThreads = lambda *args, **given: LateDisk(threads(*args, **given), weather)
+    threads, executor = stores.DiskThreads, build.ThreadExecutor
+    stores.DiskThreads = lambda *args, **given: LateDisk(threads(*args, **given), weather)
     build.ThreadExecutor = lambda *args: LateExecutor(executor(*args), weather)
     build.ranks_of = lambda group: StormRanks(weather)

@@ -48,7 +48,7 @@ def lower_tier(
     tier = LowerTier(below, host, ranks.clock, on_read, ranks.pause, seconds)
     if ends is not None and memory.ends is not None:
         own = ends.layout.fingerprint(fingerprint)
-        parts = _stores(model, memory.ends, own, Counter())
+        parts = _stores(model, memory.ends, own, counters)
         io = _one_behind_another(model, parts, ranks, ends=True)
         assert io is not None
         tier.ends = EndsBelow(io, ends, host, tier.coming, ranks.clock, _is_kept, ranks.pause)

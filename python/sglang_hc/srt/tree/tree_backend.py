@@ -113,6 +113,8 @@ class HcRadixCache(RestoringTree):
         if hit <= 0:
             return result
         windows = min(self.kept, on_device + hit)
+        if windows and not self.has_space_for(windows, len(key) - on_device - hit):
+            return result
         return result._replace(host_hit_length=hit, swa_host_hit_length=windows)
 
     @method(answer=nothing)

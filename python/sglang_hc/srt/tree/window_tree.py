@@ -59,6 +59,20 @@ class WindowTree(DeviceTree):
         """Tokens before an end whose second slots it needs."""
         return self.ends.blocks * BLOCK_TOKENS if self.ends is not None else 0
 
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self._chunk: int | None = params.chunked_prefill_size
+
+    def has_space_for(self, windows: int, new: int) -> bool:
+        """Whether the pool is large enough that a request with `new` tokens to compute gets so many
+        second slots beside those that SGLang's admission counts, whatever else it holds. In a
+        smaller one it would wait for ever."""
+        window, page = self.sliding_window_size, self.page_size
+        computed = min(new, self._chunk) if self._chunk and self._chunk > 0 else new
+        counted = max(computed, window) + page + windows
+        locked = window  # behind its prefix on the device
+        return bool(counted + locked < self.token_to_kv_pool_allocator.size_swa)
+
     # -- hold back -------------------------------------------------------------------------------
 
     @method()
