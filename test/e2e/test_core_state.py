@@ -46,6 +46,14 @@ def model(folder: Path) -> str:
     return str(folder / "qwen3-next")
 
 
+@slow
+@pytest.mark.parametrize("name", list(state_model.MODELS))
+def test_the_kernels_of_these_tests_compute_these_models(folder: Path, name: str) -> None:
+    model = str(folder / name)
+    wanted = run_in_child(state_core.by_transformers, model)
+    assert run_in_child(never_evicted, model) == wanted
+
+
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
@@ -132,9 +140,8 @@ def second_turn(model: str, first: list[int], *flags: str) -> Reply:
     return reply
 
 
-@pytest.mark.parametrize(
-    "below", [on_disk, pytest.param(in_directory, marks=slow), pytest.param(in_store, marks=slow)]
-)
+@slow
+@pytest.mark.parametrize("below", [on_disk, in_directory, in_store])
 def test_the_next_server_goes_on(
     model: str, once: Once, tmp_path: Path, below: Callable[[object], tuple[str, ...]]
 ) -> None:

@@ -54,6 +54,27 @@ def on_device(core: Core, tokens: list[int], name: str | None) -> list[torch.Ten
     return [*(row[slots].clone() for row in (*full.k_buffer, *full.v_buffer)), *states]
 
 
+def by_transformers(model: str) -> list[list[int]]:
+    """The replies of another implementation, in which a prompt is never continued."""
+    import transformers
+
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    loaded.generation_config.eos_token_id = None
+
+    def ask(tokens: list[int]) -> list[int]:
+        ids = torch.tensor([tokens])
+        with torch.no_grad():
+            found = loaded.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
+            )
+        return [int(token) for token in found[0, len(tokens) :]]
+
+    first = ask(PROMPT)
+    return [first, ask(history(first))]
+
+
 class Told(NamedTuple):
     """Both replies. same: whether the device had the same bytes before and after. stats: behind
     them."""
