@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -91,9 +90,7 @@ def datasheet_costs(
 ) -> CostModel:
     """Costs of one GPU at `hardware.flops`; see `modelled_costs`."""
     rates = Rates(hardware.flops, hardware.memory_bandwidth, link, disk)
-    cost = modelled_costs(f"data sheet: {hardware.name}, {shape.describe()}", shape, rates)
-    prefill = replace(cost.prefill, window=shape.window, windowed=shape.windowed)
-    return replace(cost, prefill=prefill)
+    return modelled_costs(f"data sheet: {hardware.name}, {shape.describe()}", shape, rates)
 
 
 class Rates(NamedTuple):

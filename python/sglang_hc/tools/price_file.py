@@ -8,9 +8,10 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from sglang_hc.errors import ConfigError, decode_json
+from sglang_hc.errors import decode_json, read_text
 
-Price = Annotated[float, Meta(ge=0, lt=1e9)]
+MOST = 1e9
+Price = Annotated[float, Meta(ge=0, lt=MOST)]
 
 SAMPLE = "attentionstore.json"
 
@@ -23,7 +24,7 @@ class Prices(Struct, frozen=True, forbid_unknown_fields=True):
 
     currency: Annotated[str, Meta(min_length=1)]
     source: Annotated[str, Meta(min_length=1)]
-    gpu_hour: Price
+    gpu_hour: Annotated[float, Meta(gt=0, lt=MOST)]
     dram_gb_hour: Price
     ssd_gb_hour: Price
 
@@ -45,8 +46,4 @@ def sample_prices() -> Prices:
 
 def read_prices(path: str) -> Prices:
     """Raises ConfigError that names the file and what is missing or nonsense."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from error
-    return decode_json(text, Prices, path)
+    return decode_json(read_text(Path(path), path), Prices, path)

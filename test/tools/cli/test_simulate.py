@@ -227,7 +227,7 @@ def test_nothing_to_buy_is_said(capsys, tmp_path):
     assert main(["capacity", *words]) == 1
     out = capsys.readouterr().out
     assert "nothing meets the target" in out and "EUR" in out
-    prices.write_text(json.dumps({**given, "gpu_hour": -1}))
+    prices.write_text(json.dumps({**given, "gpu_hour": 0}))
     assert main(["capacity", *words]) == 2
     assert re.search(r"--price-file: .*gpu_hour", capsys.readouterr().err)
     assert main(["capacity", *BUY, "--price-file", str(prices)]) == 2
