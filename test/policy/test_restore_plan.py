@@ -1,16 +1,19 @@
 import math
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import LayerPlan
-from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
+from sglang_hc.policy.cost_model import LONG_HISTORY, CostModel, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit
 from sglang_hc.policy.makespan import LayerTimes, makespan
+from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.restore_plan import Choice, Reason, RestorePlan, best_prefix, plan_restore
 from support.examples import examples
 from support.papers import A100, SHAPE
+from support.profiles import cost_model
 
 LAYERS = SHAPE.num_layers
 PAPER_PLAN = LayerPlan(0, 31, 1)
@@ -179,3 +182,24 @@ def test_a_model_without_hidden_form_is_restored_from_kv():
 def test_an_unknown_tier_is_an_error_of_the_caller():
     with pytest.raises(KeyError, match="no costs for tier remote, only for host, disk"):
         A100.layer_times(SourceTier.REMOTE, 64)
+
+
+@given(
+    *(st.floats(1e-8, 1e-4),) * 2, st.integers(1, 9000), st.integers(0, 9000),
+    st.integers(1, 999), st.floats(0, 9000),
+)  # fmt: skip
+def test_what_comes_with_any_restoration_is_weighed(
+    copied: float, prefill: float, tokens: int, context: int, new: int, end: float
+) -> None:
+    cost = cost_model(host=copied, prefill=prefill)
+    stored = LayerPlan(0, 0, 4)
+    planner = RestorePlanner(cost, stored, False, Counter(), lambda: 0.0, end_tokens=end)
+    plan = planner.choose(tokens, context, new)
+    recomputed = stored.num_layers * cost.prefill_layer(tokens + new, context)
+    beside = end * cost.copy_stored(SourceTier.HOST, stored, LONG_HISTORY) / LONG_HISTORY
+    if plan.choice is Choice.LOAD:
+        assert beside < recomputed
+        whole = beside + cost.copy_stored(SourceTier.HOST, stored, tokens)
+        assert plan.copy_seconds == pytest.approx(whole)
+    alone = RestorePlanner(cost, stored, False, Counter(), lambda: 0.0).choose(tokens, context, new)
+    assert plan.choice is not Choice.LOAD or alone.choice is Choice.LOAD

@@ -76,6 +76,15 @@ class Fit:
         whole = max(self.floor, self.fixed + self.per_token * tokens + attention)
         return attention, whole - attention
 
+    def of_layers(self, share: float) -> Fit:
+        """With so many times as many layers, of which the others do not attend."""
+        return replace(
+            self,
+            fixed=self.fixed * share,
+            per_token=self.per_token * share,
+            floor=self.floor * share,
+        )
+
     def of_bytes(self, share: float) -> Fit:
         """A line for tokens with so many times as many bytes; what a call costs stays."""
         return replace(self, per_token=self.per_token * share, floor=0.0)

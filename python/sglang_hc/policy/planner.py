@@ -49,8 +49,11 @@ class RestorePlanner:
         *,
         always: int = 0,
         as_they_come: bool = True,
+        end_tokens: float = 0.0,
     ) -> None:
-        """See the class. as_they_come: blocks may be restored before all of a history is here."""
+        """See the class. as_they_come: blocks may be restored before all of a history is here.
+        end_tokens: whatever is restored, as many bytes as those of so many tokens come with it
+        (`forms.EndLayout`)."""
         self.costs = costs
         self.always = always
         self._restore_tries = Tries()
@@ -59,6 +62,7 @@ class RestorePlanner:
         self.plan = plan
         self._can_recompute = can_recompute
         self._as_they_come = as_they_come
+        self._end_tokens = end_tokens
         self._counters = counters
         self._clock = clock
         self._link_free = 0.0
@@ -214,7 +218,7 @@ class RestorePlanner:
             tokens,
             context=context,
             new=new,
-            backlog=self.backlog,
+            backlog=self.backlog + self._end_seconds,
             allow_recompute=self._can_recompute,
         )
 
@@ -225,7 +229,13 @@ class RestorePlanner:
         first, stored = plan.recompute_layers, self.plan
         kv = min(stored.kv, stored.num_layers - first)
         loaded = LayerPlan(first, stored.num_layers - first - kv, kv)
-        return replace(plan, copy_seconds=cost.copy_stored(SourceTier.HOST, loaded, plan.tokens))
+        seconds = cost.copy_stored(SourceTier.HOST, loaded, plan.tokens) + self._end_seconds
+        return replace(plan, copy_seconds=seconds)
+
+    @property
+    def _end_seconds(self) -> float:
+        """Of the copies that come with any restoration."""
+        return self._end_tokens * self._copy_token(SourceTier.HOST) if self._end_tokens else 0.0
 
     def _copy_token(self, tier: SourceTier) -> float:
         """Seconds to copy one token of a long history; 0 when that is not known."""

@@ -114,7 +114,7 @@ def after_load_model(result: Any, self: Any) -> None:
         proof = of_all_ranks(choose_product(layers, config.exact), group)
         reason = disagreement(proof, self.dtype) or _not_proven(self, config, proof)
     cost = calibrate.cost_model(self, config, layers, reason is None, group)
-    cost = with_weights(self, cost, weights, group)
+    cost = with_weights(self, _with_recurrent_layers(self, cost), weights, group)
     if config.throughput is not None:
         streams = settle_streaming(self, config, cost, weights, reason)
         begin_streaming(self, streams, layers if reason is None else None)
@@ -176,6 +176,15 @@ def kept_layers(runner: Any) -> int:
     if arguments.has_states(arguments.of(runner)):
         return model_shape(runner).num_layers
     return int(runner.model_config.num_hidden_layers)
+
+
+def _with_recurrent_layers(runner: Any, cost: CostModel | None) -> CostModel | None:
+    """`cost`, in which each layer that keeps something of each token takes its share of the others
+    with it. These were not measured; what a layer takes besides attention is taken for them."""
+    others = runner.model_config.num_hidden_layers - kept_layers(runner)
+    if cost is None or not others:
+        return cost
+    return replace(cost, prefill=cost.prefill.of_layers(1 + others / kept_layers(runner)))
 
 
 def _not_proven(runner: Any, config: HcConfig, proof: HiddenProof) -> str | None:

@@ -99,7 +99,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     ttl = TimeToLive(config.ttl) if config.ttl else None
     host = HostTier(BlockTree(fingerprint), pool.num_slots, policy, ttl)
     ends = ends_of(config, memory, host, window, pins)
-    planner = _planner(model, device, counters, ranks)
+    planner = _planner(model, device, layout, counters, ranks)
     disk = lower_tier(model, memory, fingerprint, host, planner, counters, ranks, ends)
     retention = Retention(host, disk, pins, wanted, ranks.clock)
 
@@ -301,7 +301,9 @@ def _host_memory(model: Model, device: Device, layout: BlockLayout) -> HostMemor
 # -- restoring and saving ------------------------------------------------------------------------
 
 
-def _planner(model: Model, device: Device, counters: Counter[str], ranks: Ranks) -> RestorePlanner:
+def _planner(
+    model: Model, device: Device, layout: BlockLayout, counters: Counter[str], ranks: Ranks
+) -> RestorePlanner:
     """Decides what is restored."""
     state = model.state
     # Pages lie in the slots of one block then. Of a draft model rows lie behind their block's.
@@ -315,6 +317,8 @@ def _planner(model: Model, device: Device, counters: Counter[str], ranks: Ranks)
         ranks.clock,
         always=model.config.restore == "always",
         as_they_come=alone and not state.has_stages and not state.in_turn,
+        # Windows are no more than the plan counts for their layers, which are among its own.
+        end_tokens=layout.state_tokens,
     )
 
 
