@@ -54,10 +54,13 @@ def test_a_killed_scheduler_costs_no_token(models: None, tmp_path: Path) -> None
 def look_at(server: ServerProcess, blocks: int, tier: str) -> None:
     """What came from a tier shows under SGLang's names and in `sglang-hc top`."""
     tokens = 64 * blocks
-    wait_for(lambda: scraped(server, "sglang:prefetched_tokens_total") == tokens)
-    assert scraped(server, "sglang:cached_tokens_total", cache_source="storage") == tokens
-    assert scraped(server, "sglang_hc_prompt_tokens_total", source=tier) == tokens
-    assert scraped(server, "sglang_hc_fetch_seconds_count", tier=tier) == blocks
+    charted = [  # each within a second or so
+        ("sglang:prefetched_tokens_total", {}, tokens),
+        ("sglang:cached_tokens_total", {"cache_source": "storage"}, tokens),
+        ("sglang_hc_prompt_tokens_total", {"source": tier}, tokens),
+        ("sglang_hc_fetch_seconds_count", {"tier": tier}, blocks),
+    ]
+    wait_for(lambda: all(scraped(server, name, **labels) == n for name, labels, n in charted))
     shown = io.StringIO()
     with redirect_stdout(shown):
         assert main(["top", "--once", "--json", server.url]) == 0
