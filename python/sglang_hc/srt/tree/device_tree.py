@@ -182,6 +182,9 @@ class DeviceTree(SglangTree):
         """Take out what begins with the last block of a path, but for what is locked."""
         key = RadixKey(array("q", unpack_tokens(path.tokens).tolist()), path.namespace)
         before = (len(key) - 1) // BLOCK_TOKENS * BLOCK_TOKENS // self.page_size * self.page_size
+        if self.supports_swa():  # inside a node nobody may be able to go on
+            self._drop_from(key, before)
+            return
         above = SglangTree.match_prefix(self, MatchPrefixParams(key=key[:before]))
         if above.device_prefix_len < before or len(key) - before < self.page_size:
             return
@@ -190,6 +193,18 @@ class DeviceTree(SglangTree):
         for node in _leaves_first([] if child is None else [child]):
             if not _is_locked(node):
                 self.remove(node.id)
+
+    def _drop_from(self, key: RadixKey, before: int) -> None:
+        """Take out the node of a path that has the token behind `before`, with all below it, but
+        for what is locked."""
+        passed = 0
+        for top in self.path_of(key):
+            passed += len(top.key)
+            if passed > before:
+                for node in _leaves_first([top]):
+                    if not _is_locked(node):
+                        self.remove(node.id)
+                return
 
     def forget_namespaces(self, names: Callable[[str | None], bool], hidden: str) -> int:
         """Of the namespaces that are named, take out what no request uses, and give the rest the
