@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -298,34 +298,11 @@ def test_two_ranks_divide_heads(model: str, tmp_path: Path) -> None:
 # -- what plain SGLang says, and what is refused ---------------------------------------------------
 
 
-def by_transformers(model: str) -> list[list[int]]:
-    """Both replies, greedy."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    net = AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-
-    def reply(tokens: Sequence[int]) -> list[int]:
-        given = torch.tensor([tokens])
-        with torch.no_grad():
-            out = net.generate(
-                given, attention_mask=torch.ones_like(given), max_new_tokens=24,
-                min_new_tokens=24, do_sample=False, pad_token_id=0,
-            )  # fmt: skip
-        found: list[int] = out[0, len(tokens) :].tolist()
-        return found
-
-    first = reply(PROMPT)
-    return [first, reply(history(first))]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", window_model.MODELS)
 def test_the_stand_ins_answer_as_transformers_does(folder: Path, once: Once, name: str) -> None:
     model = str(folder / name)
-    assert once(never_evicted, model) == run_in_child(by_transformers, model)
+    assert once(never_evicted, model) == run_in_child(window_core.by_transformers, model)
 
 
 def said(model: str, *flags: str) -> tuple[list[str], str, bool]:

@@ -42,6 +42,29 @@ def history(first: Sequence[int]) -> list[int]:
     return [*PROMPT, *first, *MORE]
 
 
+def by_transformers(model: str) -> list[list[int]]:
+    """Both replies, greedy."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    net = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+    def reply(tokens: Sequence[int]) -> list[int]:
+        given = torch.tensor([tokens])
+        with torch.no_grad():
+            out = net.generate(
+                given, attention_mask=torch.ones_like(given), max_new_tokens=24,
+                min_new_tokens=24, do_sample=False, pad_token_id=0,
+            )  # fmt: skip
+        found: list[int] = out[0, len(tokens) :].tolist()
+        return found
+
+    first = reply(PROMPT)
+    return [first, reply(history(first))]
+
+
 class Told(NamedTuple):
     """Both replies, and what was counted."""
 

@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
@@ -29,9 +29,6 @@ from sglang_hc.tree.identity import (
     root_id,
 )
 
-if TYPE_CHECKING:
-    from sglang_hc.tree.ends import EndPart
-
 _tokens_of = attrgetter("tokens")
 
 
@@ -44,6 +41,27 @@ class Moved(NamedTuple):
 
     origin: bytes
     shift: int
+
+
+class EndPart:
+    """What layers without full attention keep of one block.
+
+    node: the block; it may have left the tree. slot: in the pool of end parts; -1 once it is free.
+    ready: the bytes are complete, and the block is in the tree. pins: who reads or writes the slot,
+    which is not used again meanwhile. ends: those that need it. source: the tier below that its
+    bytes came from; HOST for what was computed here.
+    """
+
+    __slots__ = ("ends", "node", "pins", "ready", "slot", "source")
+
+    def __init__(self, node: BlockNode, slot: int) -> None:
+        self.node = node
+        self.slot = slot
+        self.ready = False
+        self.pins = 0
+        self.source = SourceTier.HOST
+        self.ends: dict[Any, None] = {}
+        """In the order in which they came, which is the same on all ranks."""
 
 
 class BlockNode:

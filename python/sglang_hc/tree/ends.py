@@ -22,12 +22,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from sglang_hc.forms import EndLayout
-from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.ends import Stay
 from sglang_hc.policy.eviction import EvictionPolicy, IsProtected
-from sglang_hc.tree.block_tree import BlockNode
+from sglang_hc.tree.block_tree import BlockNode, EndPart
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.slots import Slots
+
+__all__ = ["End", "EndPart", "Ends"]
 
 LOOKED_AT = 64
 """Outlived ends of which so many are looked at for one slot."""
@@ -35,27 +36,6 @@ LOOKED_AT = 64
 
 LEAVING = 64
 """Prompts for which it counts that one before them has left the reply to its conversation."""
-
-
-class EndPart:
-    """What layers without full attention keep of one block.
-
-    node: the block; it may have left the tree. slot: in the pool of end parts; -1 once it is free.
-    ready: the bytes are complete, and the block is in the tree. pins: who reads or writes the slot,
-    which is not used again meanwhile. ends: those that need it. source: the tier below that its
-    bytes came from; HOST for what was computed here.
-    """
-
-    __slots__ = ("ends", "node", "pins", "ready", "slot", "source")
-
-    def __init__(self, node: BlockNode, slot: int) -> None:
-        self.node = node
-        self.slot = slot
-        self.ready = False
-        self.pins = 0
-        self.source = SourceTier.HOST
-        self.ends: dict[End, None] = {}
-        """In the order in which they came, which is the same on all ranks."""
 
 
 class End:
