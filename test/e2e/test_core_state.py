@@ -14,16 +14,13 @@ import pytest
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import BLOCK_TOKENS
 from support import (
-    ranked_turns,
     retractions,
     state_core,
-    state_kernels,
     state_model,
     state_talks,
 )
 from support.core import Once, Reply, run_in_child
 from support.prompts import in_directory, in_store, on_disk, prompt
-from support.ranked_core import run_ranks
 from support.state_core import KEPT, engine, evicted, never_evicted
 
 CHUNKS = "--chunked-prefill-size", "128"
@@ -151,20 +148,6 @@ def test_the_next_server_goes_on(
     second = run_in_child(second_turn, model, first, *flags)
     assert [first, second.tokens] == wanted
     assert second.storage == KEPT
-
-
-def on_rank(rank: int, port: int, model: str, *flags: str) -> ranked_turns.Turns:
-    state_kernels.use()
-    flags = *state_core.STATES, *flags
-    return ranked_turns.talk(ranked_turns.engine(rank, port, "tp", "kv", model, *flags), "away")
-
-
-@slow
-def test_two_ranks_divide_rows_and_states(model: str) -> None:
-    found = run_ranks(on_rank, model)
-    ranked_turns.check_tokens(found)
-    assert found[0].counted["restored_tokens"] == ranked_turns.BLOCKS
-    assert found[0].counted["restored_states"] == 1
 
 
 def retracted(model: str, often: bool) -> dict[str, Any]:
