@@ -358,15 +358,6 @@ class BlockLayout:
     def kv_chunk_bytes(self) -> int:
         return _align(BLOCK_TOKENS * self.shape.kv_bytes)
 
-    @property
-    def state_tokens(self) -> float:
-        """Tokens whose blocks are as large as the states of recurrent layers at one end."""
-        ends = self.ends
-        if ends is None:
-            return 0.0
-        states = len(ends.state.layers) * ends.state_chunk_bytes
-        return states * BLOCK_TOKENS / self.slot_bytes
-
     @cached_property
     def slot_bytes(self) -> int:
         kv = len(self.kv_layers) * self.kv_chunk_bytes

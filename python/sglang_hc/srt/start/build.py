@@ -57,7 +57,13 @@ from sglang_hc.srt.ranks.replicas import host_share, place_of
 from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.srt.requests.self_test import is_of_test
 from sglang_hc.srt.scheduling.speculation import draft_layers
-from sglang_hc.srt.start.build_ends import end_path, ends_of, states_of, tree_states
+from sglang_hc.srt.start.build_ends import (
+    end_path,
+    ends_of,
+    state_tokens,
+    states_of,
+    tree_states,
+)
 from sglang_hc.srt.start.model import Model
 from sglang_hc.srt.start.stores import lower_tier
 from sglang_hc.srt.tree.audit import Audit, can_audit
@@ -318,7 +324,7 @@ def _planner(
         always=model.config.restore == "always",
         as_they_come=alone and not state.has_stages and not state.in_turn,
         # Windows are no more than the plan counts for their layers, which are among its own.
-        end_tokens=layout.state_tokens,
+        end_tokens=state_tokens(layout),
     )
 
 

@@ -9,6 +9,7 @@ from sglang_hc.capture.direct import DeviceRing, DirectRows
 from sglang_hc.capture.states import StateCapture
 from sglang_hc.config import HcConfig
 from sglang_hc.device.copy_stream import CopyStream
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
 from sglang_hc.policy.eviction import EvictionPolicy, make_policy
 from sglang_hc.policy.pins import SessionPins
 from sglang_hc.queue.lookahead import LookAhead
@@ -41,6 +42,15 @@ def ends_of(
     logger.info("sglang-hc: %d slots of %.3g MiB for ends", pool.num_slots, size / 2**20)
     policy: EvictionPolicy[End] = make_policy(config.eviction, window, pinned=pins)
     return Ends(pool.layout, pool.num_slots, host, policy, window.next_use)
+
+
+def state_tokens(layout: BlockLayout) -> float:
+    """Tokens whose blocks are as large as the states of recurrent layers at one end."""
+    ends = layout.ends
+    if ends is None:
+        return 0.0
+    states = len(ends.state.layers) * ends.state_chunk_bytes
+    return states * BLOCK_TOKENS / layout.slot_bytes
 
 
 def end_path(windows: WindowPool | None, memory: HostMemory) -> EndPath | None:
