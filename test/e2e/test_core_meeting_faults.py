@@ -219,7 +219,10 @@ COUNTERS = {
 """What is counted; nothing where reads stand still and end well."""
 
 
-@pytest.mark.parametrize(("body", "tier"), [(of_disk, "disk"), (of_store, "remote")])
+@pytest.mark.parametrize(
+    ("body", "tier"),
+    [(of_disk, "disk"), pytest.param(of_store, "remote", marks=pytest.mark.slow)],
+)
 def test_a_fault_at_any_block_moves_the_meeting(
     wanted: Replies, tmp_path: Path, body: Callable[..., dict[str, list[Seen]]], tier: str
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 from support.decisions import Note, note_decisions
 from support.disk_store import Faults, failing, open_with, spoil_pages, store_of
 from support.prompts import on_disk
-from support.ranked_core import CORES, RankedCore, run_ranks
+from support.ranked_core import RankedCore, run_ranks
 from support.ranked_turns import (
     BLOCKS,
     Turns,
@@ -67,7 +67,9 @@ def end_pauses(core: RankedCore) -> None:
         store.evictors[directory].look(count=False)
 
 
-@pytest.mark.parametrize("kind", [*CORES, pytest.param("grid", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["tp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("pp", "grid"))]
+)
 def test_what_one_rank_cannot_read_or_write_all_recompute(
     models: None, tmp_path: Path, kind: str
 ) -> None:

@@ -85,7 +85,10 @@ BY_NIGHT = [
 ]
 
 
-@pytest.mark.parametrize(("below", "tier"), [(on_disk, "disk"), (in_store, "remote")])
+@pytest.mark.parametrize(
+    ("below", "tier"),
+    [(on_disk, "disk"), pytest.param(in_store, "remote", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(
     ("kind", "form", "model"),
     [*BY_DAY, *(pytest.param(*case, marks=pytest.mark.slow) for case in BY_NIGHT)],

@@ -99,7 +99,9 @@ def check(kept: dict[str, Any], evicted: dict[str, Any], text: str) -> None:
     assert evicted["tokens"] == kept["tokens"]
 
 
-@pytest.mark.parametrize("forms", ["hidden:30", "recompute:4,hidden:13,kv:13"])
+@pytest.mark.parametrize(
+    "forms", [pytest.param("hidden:30", marks=pytest.mark.slow), "recompute:4,hidden:13,kv:13"]
+)
 def test_a_reply_goes_on_token_for_token_in_float32(real_model: str, forms: str) -> None:
     kept, evicted, plan, text = run_in_child(both, real_model, forms, "float32")
     assert plan == forms
@@ -107,6 +109,7 @@ def test_a_reply_goes_on_token_for_token_in_float32(real_model: str, forms: str)
     assert max(found.worst for found in evicted["drift"]) <= 1e-5
 
 
+@pytest.mark.slow
 def test_half_of_the_layers_may_lie_in_host_memory(real_model: str) -> None:
     forms = "recompute:4,hidden:13,kv:13"
     wanted, *_ = run_in_child(both, real_model, forms, "float32")
@@ -117,7 +120,7 @@ def test_half_of_the_layers_may_lie_in_host_memory(real_model: str) -> None:
     assert kept["tokens"] == wanted["tokens"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_kv_form_is_a_copy(real_model: str, dtype: str) -> None:
     kept, evicted, plan, text = run_in_child(both, real_model, "kv", dtype)
     assert plan == "kv:30"
