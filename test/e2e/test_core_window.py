@@ -345,9 +345,10 @@ def test_what_cannot_be_right_is_refused(model: str, flags: tuple[str, ...], why
     assert why in run_in_child(refusal, model, *flags)
 
 
-def tiny_pool(model: str, *flags: str) -> tuple[list[int], int]:
-    """The second turn where the pool of windows holds little more than two of them."""
-    core = engine(model, "--swa-full-tokens-ratio", "0.4", *flags)
+def tiny_pool(model: str, share: str, *flags: str) -> tuple[list[int], int]:
+    """The second turn where the pool of windows holds little more than two of them. share: of the
+    640 tokens of the other one."""
+    core = engine(model, "--swa-full-tokens-ratio", share, *flags)
     first = core.ask(PROMPT[:120], 4).tokens
     if "--hc-disable" not in flags:
         core.settle()
@@ -360,8 +361,9 @@ def tiny_pool(model: str, *flags: str) -> tuple[list[int], int]:
 def test_nobody_waits_for_windows_that_the_pool_never_has(model: str) -> None:
     """What SGLang's admission would not let in is computed again."""
     chunked = "--chunked-prefill-size", "64"
-    wanted, _ = run_in_child(tiny_pool, model, *chunked, "--hc-disable")
-    assert run_in_child(tiny_pool, model, *chunked) == (wanted, 0)
+    wanted, _ = run_in_child(tiny_pool, model, "0.35", *chunked, "--hc-disable")
+    assert run_in_child(tiny_pool, model, "0.35", *chunked) == (wanted, 0)
+    assert run_in_child(tiny_pool, model, "0.5", *chunked) == (wanted, 64)
 
 
 # -- chats ----------------------------------------------------------------------------------------
