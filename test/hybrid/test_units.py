@@ -234,4 +234,5 @@ def test_what_passed_is_counted() -> None:
     assert passed.rows == (6, 30, 4) and (passed.passes, passed.rounds) == (1, 1)
     assert (passed.act_in, passed.kv_in) == (3 * 30 * HIDDEN, 3 * 4 * (K + V))
     assert (passed.act_out, passed.kv_out) == (0, 3 * 20 * (K + V))
+    assert passed.new == 20
     assert (passed.timed, passed.seconds) == (1, 2.5)

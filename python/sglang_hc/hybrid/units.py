@@ -54,8 +54,8 @@ class Timer(Protocol):
 class Passed:
     """What passed since the start. seconds: of passes, each from its first unit to the end of its
     last; `timed` of them. rounds: of all passes. kv_in, act_in: bytes that came to the device as K
-    and V and as hidden states; kv_out, act_out: that went home. rows: tokens that were attended to
-    in a round, by how they are kept, those of the pass itself left out."""
+    and V and as hidden states; kv_out, act_out: that went home. new: tokens of passes. rows: other
+    tokens that were attended to in a round, by how they are kept."""
 
     passes: int = 0
     timed: int = 0
@@ -65,6 +65,7 @@ class Passed:
     act_in: int = 0
     kv_out: int = 0
     act_out: int = 0
+    new: int = 0
     rows: Kinds = field(default_factory=lambda: Kinds(0, 0, 0))
 
 
@@ -148,6 +149,7 @@ class Units:
             self._timing = self._begun, self._timer.compute()
             self.passed.passes += 1
             self.passed.rounds += len(self._rounds)
+            self.passed.new += sum(len(one.new_tokens) for one in self._rounds)
 
     def take_time(self) -> None:
         """Count the last pass's seconds, if they are known."""

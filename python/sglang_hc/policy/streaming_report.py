@@ -33,6 +33,7 @@ class Passed(Protocol):
     act_in: int
     kv_out: int
     act_out: int
+    new: int
 
     @property
     def rows(self) -> Rows: ...
@@ -61,8 +62,7 @@ class Report:
         counts = rows.kv, rows.host_act, rows.device_act
         kv, act, kept = (count / passed.passes for count in counts)
         split = Split(kv, act, kept)
-        new = passed.kv_out / model.kv + passed.act_out / model.act
-        load = Load(0, split.tokens, new / model.layers / passed.passes)
+        load = Load(0, split.tokens, passed.new / passed.passes)
         return model.times(load, split, round(passed.rounds / passed.passes))
 
     def stats(self) -> dict[str, Any]:

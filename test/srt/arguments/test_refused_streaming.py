@@ -26,8 +26,10 @@ from sglang_hc.policy.throughput import Processor, Requests
 from sglang_hc.srt.arguments import offload_flags, throughput_flags
 from sglang_hc.srt.arguments.server_args import refuse_modes
 from sglang_hc.srt.binding import arguments as binding
+from sglang_hc.srt.hybrid import build
 from sglang_hc.srt.model import throughput_plan
 from sglang_hc.srt.model.offload import ALL_RESIDENT
+from sglang_hc.srt.model.streamed import STREAMED, begin_streaming
 
 PAGE = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
 STREAMING = PAGE.partition("- **State of running requests in host memory** ")[2]
@@ -64,6 +66,22 @@ def latent(patch: pytest.MonkeyPatch) -> None:
     config = SimpleNamespace(attention_arch=AttentionArch.MLA)
     patch.setattr(binding, "model_config_of", lambda args: config)
     throughput_flags.refuse_model(None)
+
+
+def masked(patch: pytest.MonkeyPatch) -> None:
+    model = SimpleNamespace(prepare_attn_masks=None)
+    runner = SimpleNamespace(model=model, model_config=SimpleNamespace(is_multimodal=True))
+    plan: Any = SimpleNamespace(streaming=None)
+    begin_streaming(runner, plan, None)
+
+
+def scaled(**how: Any) -> Callable[[pytest.MonkeyPatch], object]:
+    """K and V whose scales are beside them. how: what of SGLang's configurator says so."""
+    model = SimpleNamespace(**{STREAMED: object()})
+    pools = SimpleNamespace(model=model, kv_cache_dtype_str=how.pop("dtype", "auto"))
+    return lambda patch: build.build_pool(
+        lambda *args, **kwargs: SimpleNamespace(), pools, max_total_num_tokens=5, **how
+    )
 
 
 def unmeasured(patch: pytest.MonkeyPatch) -> None:
@@ -147,6 +165,9 @@ TABLE: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str]] = {
         f"--hc-throughput and --hc-overflow reembed: .*; {LEAVE}",
     ),
     "latent KV": (latent, "--hc-throughput: the latent KV .*; leave the flag out"),
+    "masks": (masked, "--hc-throughput: images .*; leave the flag or --enable-multimodal out"),
+    "KV of 4 bits": (scaled(quant_method=object()), "--hc-throughput: .*; leave the flag out"),
+    "KV in blocks": (scaled(dtype="mxfp8"), "--hc-throughput: .*; leave the flag out"),
     "no costs": (unmeasured, "--hc-throughput: this machine could not be .*--hc-profile FILE"),
     "large hidden states": (
         planned("act:0.4", act=16384.0, kv=4096.0),

@@ -70,12 +70,18 @@ class StreamedAttention(AttentionBackend):
     def support_triton(self) -> bool:
         return self._children[0].support_triton()
 
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """SGLang asks for it without graphs too, for the passes by which it tunes kernels."""
+        return 1
+
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self._rounds = []
         if forward_batch.forward_mode.is_idle():
             return
         new = _new_tokens(forward_batch)
         slots = self._slots(forward_batch)
+        if not any(map(np.any, slots)):  # SGLang tunes kernels by passes over nobody's slot
+            return
         rounds = rounds_of(slots, new, self.streamed.streaming)
         self._write_rows(forward_batch, rounds)
         while len(self._children) < len(rounds):
@@ -102,10 +108,11 @@ class StreamedAttention(AttentionBackend):
                 "--hc-throughput: this model's attention reads K and V that it has not computed in "
                 "the same layer; leave the flag out"
             )
-        if forward_batch.forward_mode.is_idle():
-            return q.new_empty(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
-        found: torch.Tensor | None = None
         index = layer.layer_id - self._first
+        if forward_batch.forward_mode.is_idle() or not self._rounds:
+            self._drop_input(index)
+            return q.new_zeros(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
+        found: torch.Tensor | None = None
         for number, one in enumerate(self._rounds):
             self._begin_unit(index, number, one)
             parts = (q, k, v) if one.tokens is None else (part[one.tokens] for part in (q, k, v))
@@ -118,10 +125,13 @@ class StreamedAttention(AttentionBackend):
                 if found is None:
                     found = out.new_empty((q.shape[0], *out.shape[1:]))
                 found[one.tokens] = out
-        if self._inputs is not None:
-            self._inputs.drop(index)
+        self._drop_input(index)
         assert found is not None
         return found
+
+    def _drop_input(self, layer: int) -> None:
+        if self._inputs is not None:
+            self._inputs.drop(layer)
 
     def _begin_unit(self, layer: int, number: int, one: _Round) -> None:
         """K and V of all old tokens of a unit are in its place, once this work is done."""

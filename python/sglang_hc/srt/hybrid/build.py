@@ -53,10 +53,13 @@ def available_bytes(original: Callable[..., int], self: Any, pre_model_load_memo
 def build_pool(
     original: Callable[..., Any], self: Any, *, max_total_num_tokens: int, **kwargs: Any
 ) -> Any:
-    """AROUND KVCacheConfigurator._build_mha_kv_pool: slots without memory, and the places."""
+    """AROUND KVCacheConfigurator._build_mha_kv_pool: slots without memory, and the places. Raises
+    ConfigError for K and V whose scales are beside them: what crosses are the rows alone."""
     streamed = streamed_of(self.model)
     if streamed is None:
         return original(self, max_total_num_tokens=max_total_num_tokens, **kwargs)
+    if kwargs.get("quant_method") is not None or self.kv_cache_dtype_str == "mxfp8":
+        raise ConfigError(NOT_PLAIN)
     assert max_total_num_tokens == streamed.streaming.tokens
     slots = original(
         self, max_total_num_tokens=max_total_num_tokens, **kwargs | {"mha_pool_class": SlotsOnly}

@@ -118,6 +118,8 @@ def after_load_model(result: Any, self: Any) -> None:
     if config.throughput is not None:
         streams = settle_streaming(self, config, cost, weights, reason)
         begin_streaming(self, streams, layers if reason is None else None)
+        if layers is not None and not streams.streaming.act_tokens:
+            use_plain_products(layers)
         grow_chunk(self, cost, LayerPlan(0, 0, streams.model.layers), group)  # nothing is taken
         return
     held = families.held_layers(self.model, self.model_config.num_hidden_layers)

@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_hc.config import ConfigError
 from sglang_hc.forms import StateShape
 from sglang_hc.policy.streaming import Streaming
 from sglang_hc.policy.streaming_plan import StreamingPlan
@@ -18,6 +19,11 @@ logger = logging.getLogger(__name__)
 
 STREAMED = "_hc_streamed"
 """Attribute of SGLang's model that holds our `Streamed`."""
+
+MASKED = (
+    "--hc-throughput: images of this model attend in both directions, by a mask that SGLang gives "
+    "to its own attention back end alone; leave the flag or --enable-multimodal out"
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,9 @@ def streamed_of(model: Any) -> Streamed | None:
 
 def begin_streaming(runner: Any, plan: StreamingPlan, layers: list[LayerAdapter] | None) -> None:
     """Keep state as it was settled, and have SGLang count with as many slots. layers: None where
-    hidden states cannot be used."""
+    hidden states cannot be used. Raises ConfigError for a model that masks its images."""
+    if runner.model_config.is_multimodal and hasattr(runner.model, "prepare_attn_masks"):
+        raise ConfigError(MASKED)
     streaming = plan.streaming
     arguments.set_pool_tokens(arguments.of(runner), streaming.tokens)
     logger.info(
