@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +117,27 @@ def test_an_end_whose_rows_have_left_is_no_end() -> None:
     world.save(4, 2 * BLOCK_TOKENS)
     world.save(5, 4 * BLOCK_TOKENS)  # the part of the block before is there
     assert world.ends.deepest(world.path) == 5 and world.counters["kept_ends"] == 2
+
+
+@pytest.mark.parametrize("ring", [0, 40_000])
+def test_an_end_that_could_not_be_saved_holds_no_slots(
+    ring: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And can be saved later."""
+    world, gathers, gather = World(ring), iter([False, True]), ToyPool.gather
+
+    def failing(self: ToyPool, *args: Any) -> None:
+        if next(gathers, False):
+            raise RuntimeError("planted")
+        gather(self, *args)
+
+    monkeypatch.setattr(ToyPool, "gather", failing)
+    with pytest.raises(RuntimeError, match="planted"):
+        world.save(4, 2 * BLOCK_TOKENS)
+    world.tiers.drain()
+    assert world.ends.deepest(world.path) == 0 and world.ends.free_slots == world.ends.num_slots
+    world.save(4, 2 * BLOCK_TOKENS)
+    assert world.ends.deepest(world.path) == 4
 
 
 def test_ends_lie_behind_prompts_and_replies_and_where_a_prompt_leaves_a_known_one() -> None:

@@ -89,12 +89,16 @@ class EndSaver:
         if parts is None:
             counters["ends_without_room"] += 1
             return
-        for part in parts:
-            self._gather(part, path.index(part.node) * BLOCK_TOKENS - rows.first, rows.slots)
+        ended = self._ends.failed  # after an error rows may be on the way to some of them
+        try:
+            for part in parts:
+                self._gather(part, path.index(part.node) * BLOCK_TOKENS - rows.first, rows.slots)
+            ended = self._ends.written
+        finally:
+            for part in parts:
+                self._scatters.last().then(partial(ended, part))
         if parts:
             counters["kept_ends"] += 1
-        for part in parts:
-            self._scatters.last().then(partial(self._ends.written, part))
 
     def _gather(self, part: EndPart, low: int, slots: torch.Tensor) -> None:
         """Save the rows of a block, of which `slots` has those from `low` on."""

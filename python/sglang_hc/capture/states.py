@@ -56,6 +56,10 @@ class StateCapture:
             self.counters["ends_without_room"] += 1
             return
         for part in parts:
-            self._rows.add(0, 1, read, [RowSpan(0, part.slot, 0, 1)])
-            self._scatters.last().then(partial(self._ends.written, part))
+            ended = self._ends.failed  # after an error some of it may be on the way
+            try:
+                self._rows.add(0, 1, read, [RowSpan(0, part.slot, 0, 1)])
+                ended = self._ends.written
+            finally:
+                self._scatters.last().then(partial(ended, part))
             self.counters["kept_ends"] += 1

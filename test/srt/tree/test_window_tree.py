@@ -164,6 +164,27 @@ def test_paths_grow_and_nothing_is_lost(page: int, history: Any) -> None:
         check(cache)
 
 
+@pytest.mark.parametrize("page", [1, 64])
+@pytest.mark.parametrize("there", [0, 300])
+def test_new_slots_stay_while_their_rows_are_on_the_way(page: int, there: int) -> None:
+    """A restoration has a lock on the end. Whoever needs slots meanwhile gets others."""
+    cache, key = tree(page), key_of(0, 5 * BLOCK_TOKENS)
+    if there:  # slots of the path are there, but for the windows behind them
+        compute(cache, key_of(0, there))
+        compute(cache, key_of(0, there + 100))
+        cache.evict(EvictParams(num_tokens=0, swa_num_tokens=WINDOWS))
+    grown = grow(cache, key)
+    assert grown is not None
+    lock = cache.lock(grown.node)
+    cache.evict(EvictParams(num_tokens=SLOTS, swa_num_tokens=WINDOWS))
+    allocator = cache.token_to_kv_pool_allocator
+    left = allocator.swa_attn_allocator.alloc(allocator.swa_available_size())
+    assert not set(left.tolist()) & set(grown.windows.tolist())
+    allocator.swa_attn_allocator.free(left)
+    cache.unlock(lock)
+    check(cache)
+
+
 def test_windows_that_somebody_waits_for_leave_last() -> None:
     """And the one of the path that is needed last leaves before the one that is needed first."""
     needed = {0: 2.0, 1: 1.0}

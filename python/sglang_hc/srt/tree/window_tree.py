@@ -59,6 +59,14 @@ class WindowTree(DeviceTree):
         """Tokens before an end whose second slots it needs."""
         return self.ends.blocks * BLOCK_TOKENS if self.ends is not None else 0
 
+    @property
+    def brought_back(self) -> int:
+        """Tokens before an end whose second slots come back: a window, in whole pages, which is
+        what SGLang's lock on the end holds. Others could leave for somebody else while their rows
+        are on the way."""
+        page, window = self.page_size, self.swa_retain_window or 0
+        return min(self.kept, -(-window // page) * page)
+
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         self._chunk: int | None = params.chunked_prefill_size
@@ -153,7 +161,7 @@ class WindowTree(DeviceTree):
             return None
         lock = self.lock(deepest)  # what is there must not leave for what is not
         try:
-            low = max(0, stop - self.kept)
+            low = max(0, stop - self.brought_back)
             if not self._make_room(stop - there, stop - max(low, there) + self._holes(key, there)):
                 return None
             holes = core.swa_tombstone_ranges(key, low, there)  # one more may have left
@@ -211,7 +219,8 @@ class WindowTree(DeviceTree):
 
     def _holes(self, key: RadixKey, there: int) -> int:
         """How many of the last tokens before the end, which are there, have no second slots."""
-        holes = self.tree_core.swa_tombstone_ranges(key, max(0, len(key) - self.kept), there)
+        low = max(0, len(key) - self.brought_back)
+        holes = self.tree_core.swa_tombstone_ranges(key, low, there)
         return sum(end - begin for begin, end in holes)
 
     def _make_room(self, slots: int, windows: int) -> bool:
