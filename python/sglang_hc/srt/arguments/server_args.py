@@ -64,6 +64,7 @@ SWITCHES = {
     "enable_mis": "it switches the radix cache off",
     "is_embedding": "nothing is generated, so nothing returns",
     "enable_unified_memory": "slots are virtual there and move",
+    "enable_int8_mamba_checkpoint": "states of the tree are in another pool, and rounded",
     "enable_kv_cache_sharding": "a rank holds a part of the tokens only",
     "enable_prefill_cp": "a rank holds a part of the tokens only",
     "enable_layernorm_sp": "a rank sees the hidden states of a part of the tokens only",

@@ -104,9 +104,10 @@ class CapturingTree(WindowTree):
             if len(tokens) < len(fields.prompt_of(req)):
                 length = length // BLOCK_TOKENS * BLOCK_TOKENS
             self.commit(req, tokens, length, final=False)
+        before = fields.tokens_in_tree(req)
         theirs(req, up_to=up_to)
         if self.states is not None and self._keeps(req):
-            self.states.keep_of_tree(self, req)
+            self.states.keep_of_tree(self, req, before)
 
     def _released_without(self, req: Any, **_: Any) -> None:
         self._freed = None

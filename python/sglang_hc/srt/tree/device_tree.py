@@ -21,9 +21,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
-from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.components.base import get_and_increase_time_counter
-from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import BaseEvictionResult
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.srt.binding import fields
@@ -167,16 +165,6 @@ class DeviceTree(SglangTree):
     def remove(self, number: int) -> None:
         """Take an unlocked leaf out of the tree; its slots are free."""
         self._evict_device_leaf(number, Counter())
-
-    def drop_state(self, number: int) -> None:
-        """Take the state of recurrent layers from an unlocked node, whose slots stay."""
-        gone = BaseEvictionResult()
-        self.tree_core._evict_component_and_detach_lru(
-            self.node(number), self.components[ComponentType.MAMBA],
-            device_frees=gone.device_frees, host_frees=gone.host_frees,
-            cache_actions=gone.cache_actions,
-        )  # fmt: skip
-        self._apply_eviction_result(gone)
 
     def drop_last_block(self, path: Prefix) -> None:
         """Take out what begins with the last block of a path, but for what is locked."""

@@ -32,14 +32,12 @@ from sglang_hc.tree.identity import Prefix, pack_tokens
 
 class Inserted(NamedTuple):
     """A node of the tree that a path to be restored ends in. slots: of the tokens behind the
-    request's prefix. resident: tokens of the path whose K and V were on the device already. state:
-    its slot, still to be written; None where the node had one. own: a new slot for the request's
-    copy of it; None where the request had one."""
+    request's prefix. resident: tokens of the path whose K and V were on the device already. own: a
+    new slot for the request's copy of the node's state; None where the request had one."""
 
     node: int
     slots: torch.Tensor
     resident: int
-    state: torch.Tensor | None
     own: torch.Tensor | None
 
 
@@ -54,15 +52,15 @@ class TreeStates:
 
     # -- save ------------------------------------------------------------------------------------
 
-    def keep_of_tree(self, tree: Any, req: Any) -> None:
+    def keep_of_tree(self, tree: Any, req: Any, before: int) -> None:
         """The tree has taken what a request computed: the state at the end of that is kept, if the
-        tree got one."""
+        tree got one. before: tokens that the tree had of the request until then."""
         node, tokens = fields.prefix_node(req), fields.tokens_in_tree(req)
         slot = tree.tree_core.get_component_device_value(node, ComponentType.MAMBA)
         if slot is None:
             return
         stay = Stay.REPLY
-        if tokens == fields.branch_of(req):
+        if tokens == fields.branch_of(req) and tokens > before:
             stay = Stay.SHARED
         elif not fields.is_over(req) and tokens > len(fields.prompt_of(req)) - BLOCK_TOKENS:
             stay = Stay.PROMPT
@@ -84,9 +82,11 @@ class TreeStates:
         with tree.compute_stream.entered():
             self._capture.keep(path, self._pool.read(slot), stay)
 
-    def track_branch(self, result: MatchResult, known: int) -> MatchResult:
+    def track_branch(self, tree: Any, result: MatchResult, known: int) -> MatchResult:
         """A match, whose request leaves a state where it leaves the path that was known before, so
-        that the next one goes on from there. known: tokens of that path's blocks."""
+        that the next one goes on from there. known: tokens of that path's blocks; the last place of
+        them at which the model can leave one counts."""
+        known -= known % tree.components[ComponentType.MAMBA].mamba_checkpoint_grid
         if known <= max(result.device_prefix_len, result.mamba_branching_seqlen or 0):
             return result
         return result._replace(mamba_branching_seqlen=known)
@@ -108,55 +108,65 @@ class TreeStates:
             return tree.refuse(req, plan.reason)
         self._ends.pin((part,))  # making room on the device must not cost it
         try:
-            inserted = self._insert(tree, req, stop)
+            inserted = self._insert(tree, req, stop, part)
             if inserted is None:
                 return tree.refuse(req, Reason.NO_DEVICE_SLOTS)
-            self._restore(tree, req, inserted, blocks, plan, part)
+            self._restore(tree, req, inserted, blocks, plan)
         finally:
             self._ends.unpin((part,))
         return inserted.slots, inserted.node
 
-    def _insert(self, tree: Any, req: Any, stop: int) -> Inserted | None:
+    def _insert(self, tree: Any, req: Any, stop: int, part: EndPart) -> Inserted | None:
         """A node at the end of the first `stop` tokens of a request's prompt, with slots for what
-        the device lacks of them. None where the device has no room."""
+        the device lacks of them, and the state of `part`, which is written before anybody can find
+        it. None where the device has no room."""
         start = fields.prefix_length(req)
         key = RadixKey(fields.prompt_of(req)[:stop], fields.namespace_of(req))
         resident, above, _ = tree.tree_core.match_full_device_prefix(key)
         lock = tree.lock(above)  # what is there already must not make room for the rest
         states: list[torch.Tensor | None] = []
+        slots: torch.Tensor | None = None
         try:
-            states = [self._allocate(tree) for _ in range(1 if fields.has_state(req) else 2)]
+            while len(states) < (1 if fields.has_state(req) else 2):
+                states.append(self._allocate(tree))
             slots = None if None in states else tree.allocate(stop - resident)
             if slots is None:
                 self._free(tree, states)
                 return None
+            self._write(tree, part, states[0])
             value = torch.cat([tree.path_device_indices(above)[:resident], slots])
             # Neither the slots of what is there nor its uses are counted again.
             params = InsertParams(key, value, prev_prefix_len=resident, inserted_len=resident)
             params.mamba_value, params.priority = states[0], fields.priority_of(req)
             result = tree.insert(params)
+        except Exception:
+            self._free(tree, states)
+            if slots is not None:
+                tree.token_to_kv_pool_allocator.free(slots)
+            raise
         finally:
             tree.unlock(lock)
         if result.mamba_exist:
             self._free(tree, states[:1])
-            states[0] = None
         node = result.last_device_node
         slots = tree.path_device_indices(node)[start:stop]
-        return Inserted(node, slots, resident, states[0], states[1] if len(states) > 1 else None)
+        return Inserted(node, slots, resident, states[1] if len(states) > 1 else None)
+
+    def _write(self, tree: Any, part: EndPart, slot: torch.Tensor) -> None:
+        """Have the device write the state of `part` to a slot that nobody reads yet."""
+        tree.compute_stream.will_read(slot)
+        with tree.compute_stream.entered():
+            self._restorer.restore(part, slot)
 
     def _restore(
         self, tree: Any, req: Any, inserted: Inserted, blocks: Sequence[BlockNode],
-        plan: RestorePlan, part: EndPart,
+        plan: RestorePlan,
     ) -> None:  # fmt: skip
-        """Queue what a node lacks, and have the request go on with a copy of its state. After an
-        error what is not restored is taken out: nobody may read it."""
+        """Queue the K and V that a node lacks, and have the request go on with a copy of its state.
+        After an error what is not restored is taken out: nobody may read it."""
         start, restorer = fields.prefix_length(req), tree.restorer
         stop, queued = start + len(inserted.slots), restorer.num_queued
         try:
-            if inserted.state is not None:
-                tree.compute_stream.will_read(inserted.state)
-                with tree.compute_stream.entered():
-                    self._restorer.restore(part, inserted.state)
             missing = [(max(start, inserted.resident), stop)] if inserted.resident < stop else []
             before = fields.prefix_slots(tree, req)
             tree.queue_restorations(blocks, inserted.slots, inserted.node, before, plan, missing)
@@ -164,8 +174,6 @@ class TreeStates:
             restorer.unqueue(queued)
             if inserted.resident < stop:
                 tree.remove(inserted.node)
-            elif inserted.state is not None:
-                tree.drop_state(inserted.node)
             self._free(tree, [inserted.own])
             raise
         tree.reporting.restored(req, blocks, plan, start, stop)

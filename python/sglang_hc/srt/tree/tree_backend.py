@@ -110,7 +110,7 @@ class HcRadixCache(RestoringTree):
         node = self.node(result.last_device_node)
         usable = self.host_match.tokens(params.req, key, node, on_device)
         if self.states is not None:
-            result = self.states.track_branch(result, self.host_match.last_block_end)
+            result = self.states.track_branch(self, result, self.host_match.last_block_end)
         hit = (usable - on_device) // self.page_size * self.page_size
         if hit <= 0:
             return result
