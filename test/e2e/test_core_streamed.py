@@ -112,7 +112,7 @@ def test_retracted_requests_come_back(models: None, once: Once, spec: str) -> No
 
 
 def many(spec: str | None) -> list[list[int]]:
-    flags = ("--max-total-tokens", "4096")
+    flags = ("--max-total-tokens", "4096", "--chunked-prefill-size", "1024")
     if spec is None:
         return streaming.crowd(streaming.plain("qwen3", "float32", *flags), 200)
     core = streaming.streamed("qwen3", spec, *flags)

@@ -168,6 +168,10 @@ TABLE: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str]] = {
     "masks": (masked, "--hc-throughput: images .*; leave the flag or --enable-multimodal out"),
     "KV of 4 bits": (scaled(quant_method=object()), "--hc-throughput: .*; leave the flag out"),
     "KV in blocks": (scaled(dtype="mxfp8"), "--hc-throughput: .*; leave the flag out"),
+    "memory that is not free": (
+        lambda _: build.check_room(3 << 30, (3 << 30) - 1, 9),
+        "--hc-throughput: 9 tokens take 3 GiB of host memory, and 3 are free; give .* smaller",
+    ),
     "no costs": (unmeasured, "--hc-throughput: this machine could not be .*--hc-profile FILE"),
     "large hidden states": (
         planned("act:0.4", act=16384.0, kv=4096.0),

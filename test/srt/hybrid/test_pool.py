@@ -41,6 +41,10 @@ def test_a_model_without_a_plain_pool_is_refused() -> None:
         build.build_allocator(lambda *_: None, wrong, token_to_kv_pool=pool_of(PlacePool))
 
 
+def test_all_of_the_free_memory_may_be_taken() -> None:
+    build.check_room(5, 5, 1)
+
+
 def test_a_rotation_does_not_write_k_and_v_itself() -> None:
     def asked(_: Any) -> bool:
         return True

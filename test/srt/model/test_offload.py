@@ -150,3 +150,28 @@ def test_without_enough_host_memory_the_remedy_is_said(
     with pytest.raises(ConfigError, match=remedy) as refused:
         offload._ring(RUNNER, HcConfig(offload_gb=gib), [Parked([torch.zeros(4, 4)])])
     assert "--hc-host-size-gb" not in str(refused.value)
+
+
+@pytest.mark.usefixtures("one_scheduler")
+@pytest.mark.parametrize("images", [True, False])
+@pytest.mark.parametrize("masks", [True, False])
+def test_a_model_that_masks_images_has_no_mixed_chunks(
+    monkeypatch: pytest.MonkeyPatch, images: bool, masks: bool
+) -> None:
+    """SGLang makes the mask in passes of prompts alone, and there are mixed ones with the flag."""
+    kind = type("Masking", (torch.nn.Module,), {"prepare_attn_masks": None} if masks else {})
+    layers = offload.HostOffloader()
+    model = kind()
+    model.layers = torch.nn.ModuleList(layers.wrap_modules(Layer(number) for number in range(4)))
+    runner = SimpleNamespace(
+        model=model, device="cpu", model_config=SimpleNamespace(is_multimodal=images)
+    )
+    said: list[Any] = []
+    arguments = SimpleNamespace(
+        of=lambda runner: None, makes_graphs=lambda args: False, leave_out_mixed_chunks=said.append
+    )
+    monkeypatch.setattr(offload, "arguments", arguments)
+    monkeypatch.setattr(offload.offloader, "get_offloader", lambda: layers)
+    monkeypatch.setattr(offload, "held_layers", lambda model, count: list(range(count)))
+    assert offload.settle(runner, HcConfig(offload_gb=1.0), ALONE).ring is not None
+    assert bool(said) == (images and masks)

@@ -186,6 +186,11 @@ def grow_chunk(args: Any, tokens: int, static: float) -> None:
     get_context().override(SOURCE, chunked_prefill_size=tokens, mem_fraction_static=static)
 
 
+def leave_out_mixed_chunks(args: Any) -> None:
+    """Let no pass decode beside a prompt. Before the scheduler is complete."""
+    get_context().override(SOURCE, enable_mixed_chunk=False)
+
+
 def pool_tokens(args: Any) -> int | None:
     """The KV pool's tokens; None where what is left of the device decides."""
     found: int | None = _now(args, "max_total_tokens")

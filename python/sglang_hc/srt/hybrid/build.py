@@ -17,6 +17,7 @@ from sglang_hc.config import GIB, ConfigError
 from sglang_hc.device.copy_stream import copy_stream_for
 from sglang_hc.hybrid.mirror import Mirror
 from sglang_hc.hybrid.units import PLACES, Place, Units
+from sglang_hc.memory import available_memory
 from sglang_hc.restore.cost_observer import timer_for
 from sglang_hc.srt.engine.streams import model_streams
 from sglang_hc.srt.hybrid.allocator import TwoKindsAllocator
@@ -128,6 +129,16 @@ class _InPlaces:
         return getattr(self._runner, name)
 
 
+def check_room(wanted: int, free: int, tokens: int) -> None:
+    """Before the first page of host memory is taken. Raises ConfigError: later the system would
+    end a process, and not always this one."""
+    if wanted > free:
+        raise ConfigError(
+            f"--hc-throughput: {tokens} tokens take {wanted / GIB:.3g} GiB of host memory, and "
+            f"{free / GIB:.3g} are free; {LESS}"
+        )
+
+
 def _attention(
     runner: Any, streamed: Streamed, child: Callable[[torch.Tensor], Any]
 ) -> StreamedAttention:
@@ -143,6 +154,7 @@ def _attention(
     row_bytes = width * dtype.itemsize
     try:
         mirror = Mirror(streaming, pool.layer_num, row_bytes, parts)
+        check_room(mirror.bytes, available_memory(), streaming.tokens)
         inward.pin(mirror.memory)
     except OSError as error:
         raise ConfigError(

@@ -140,6 +140,11 @@ def settle(runner: Any, config: HcConfig, group: StartGroup) -> HostedWeights:
     give_back_pinned()  # SGLang pins quantised weights behind the load, one by one
     if not chosen:
         return ALL_RESIDENT
+    if masks_images(runner):
+        arguments.leave_out_mixed_chunks(arguments.of(runner))
+        logger.info(
+            "sglang-hc: --hc-offload-gb: no mixed chunks: in them this model masks no image"
+        )
     ring = _ring(runner, config, [Parked(matrices[number]) for number in chosen])
     logger.info(
         "sglang-hc: weights of %d of %d layers, %.2f GiB, lie in host memory and pass through "
@@ -154,6 +159,12 @@ def settle(runner: Any, config: HcConfig, group: StartGroup) -> HostedWeights:
     weights = HostedWeights(ring, numbers, len(layers))
     setattr(runner, WEIGHTS, weights)
     return weights
+
+
+def masks_images(runner: Any) -> bool:
+    """Whether images attend in both directions, by a mask that SGLang makes in passes of prompts
+    alone (Gemma 3 and 4)."""
+    return runner.model_config.is_multimodal and hasattr(runner.model, "prepare_attn_masks")
 
 
 def _ring(runner: Any, config: HcConfig, layers: Sequence[Parked]) -> WeightRing:

@@ -13,6 +13,7 @@ from sglang_hc.policy.streaming import Streaming
 from sglang_hc.policy.streaming_plan import StreamingPlan
 from sglang_hc.srt.binding import arguments
 from sglang_hc.srt.model.families import LayerAdapter
+from sglang_hc.srt.model.offload import masks_images
 from sglang_hc.srt.model.scratch_layer import model_shape
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ def streamed_of(model: Any) -> Streamed | None:
 def begin_streaming(runner: Any, plan: StreamingPlan, layers: list[LayerAdapter] | None) -> None:
     """Keep state as it was settled, and have SGLang count with as many slots. layers: None where
     hidden states cannot be used. Raises ConfigError for a model that masks its images."""
-    if runner.model_config.is_multimodal and hasattr(runner.model, "prepare_attn_masks"):
+    if masks_images(runner):
         raise ConfigError(MASKED)
     streaming = plan.streaming
     arguments.set_pool_tokens(arguments.of(runner), streaming.tokens)
