@@ -100,6 +100,9 @@ class Held:
         self.ids: set[bytes] = set()
         self.listeners: list[Callable[[bytes], None]] = []
 
+    def __len__(self) -> int:
+        return len(self.ids)
+
     def is_pinned(self, block_id: bytes) -> bool:
         return block_id in self.ids
 

@@ -237,6 +237,24 @@ def test_parts_of_erased_blocks_are_erased() -> None:
     assert not world.parts.held() and not world.blocks.held() and len(answers) == 1
 
 
+def test_an_end_that_is_asked_for_while_others_are_erased_does_not_come() -> None:
+    """It was read before it was erased."""
+    world = EndsWorld()
+    world.end("abcd")
+    world.forget_host()
+    world.end("xy")
+    answers: list[object] = []
+    world.disk.erase(Forgetting(None), path_of("xy").block_ids, answers.append)
+    world.ask("abcd")
+    assert len(world.parts.moves) == 4, "two are written, and two are read"
+    world.parts.step()
+    world.parts.step()
+    while not answers:
+        world.poll()
+    world.settle()
+    assert world.deepest("abcd") == 0 and world.ends.free_slots == 12 - 2
+
+
 class BelowMachine(RuleBasedStateMachine):
     """What can be continued has the bytes of its own blocks (`EndsWorld.deepest` compares them)."""
 

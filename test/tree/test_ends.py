@@ -200,6 +200,19 @@ def test_an_end_where_several_conversations_go_on_is_shared() -> None:
     assert len(world.ends) == 6, "two of the others have left, the oldest first"
 
 
+def test_pins_of_many_short_paths_leave_half_of_the_slots_to_others() -> None:
+    """Their blocks are far from the bound. Who pinned first keeps what it has."""
+    world = World(STATE, end_slots=8)
+    for number, word in enumerate("abcdefgh"):
+        world.end(word)
+        world.pins.pin(None, str(number), path_of(word).block_ids, 9.0, 0.0)
+    world.needed("h")
+    for word in "stuvwxyz":
+        world.end(word)
+        assert world.deepest(word) == 1
+    assert [word for word in "abcdefgh" if world.deepest(word)] == [*"abcdh"]
+
+
 def test_a_reply_of_a_pinned_session_stays_when_another_request_leaves_it() -> None:
     """It asks for another answer while a tool of the session runs."""
     for pinned in (False, True):

@@ -66,6 +66,9 @@ class NextUse(Protocol):
 class PinnedBlocks(Protocol):
     """Who must not leave for now, e.g. `pins.SessionPins`."""
 
+    def __len__(self) -> int:
+        """0: every block may leave."""
+
     def is_pinned(self, block_id: bytes) -> bool: ...
     def subscribe(self, listener: Callable[[bytes], None]) -> None:
         """Call `listener(block_id)` after each change of `is_pinned`."""
@@ -151,6 +154,10 @@ class EvictionPolicy(ABC, Generic[B]):
     def items(self) -> int:
         """Items of the order, stale ones included: at most a few times the blocks."""
         return len(self._order)
+
+    @property
+    def has_pins(self) -> bool:
+        return self._pinned is not None and len(self._pinned) > 0
 
     def is_pinned(self, block: B) -> bool:
         """Whether a block must stay for now."""

@@ -240,7 +240,13 @@ class EndsBelow:
 
     def erase(self, what: Forgetting | None, block_ids: Sequence[bytes], ended: Ended) -> None:
         """As `LowerTier.erase`, of the parts of these blocks. Ends that are on their way do not
-        come."""
+        come, nor those that somebody asks for meanwhile."""
+
+        def parts_are_gone(done: Sequence[BlockDone]) -> None:
+            if what is not None:
+                self.give_up(what.names)
+            ended(done)
+
         if what is not None:
             self.give_up(what.names)
         names = [self.part_id(name) for name in block_ids]
@@ -249,7 +255,7 @@ class EndsBelow:
             for ticket, part in self._writes.items()
             if what is None or what.names(part.node.namespace)
         }
-        self._erasures.ask(next(self._tickets), what, names, writes, self._now(), ended)
+        self._erasures.ask(next(self._tickets), what, names, writes, self._now(), parts_are_gone)
 
     def close(self) -> None:
         """Finish writes under way and close the store."""

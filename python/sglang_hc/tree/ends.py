@@ -24,6 +24,7 @@ from itertools import islice
 from sglang_hc.forms import EndLayout
 from sglang_hc.policy.ends import Stay
 from sglang_hc.policy.eviction import EvictionPolicy, IsProtected
+from sglang_hc.policy.pins import PINNED_SHARE
 from sglang_hc.tree.block_tree import BlockNode, EndPart
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.slots import Slots
@@ -326,11 +327,23 @@ class Ends:
                 del self._outlived[end]
             elif not end.pins and self._may_leave(end, later):
                 yield end
+        for end in self._beyond_share():
+            if not end.pins and (is_protected is None or not is_protected(end)):
+                yield end
         for end in self._policy.victims():
             if is_protected is None or not is_protected(end):
                 yield end
             elif self._policy.by_need:
                 return
+
+    def _beyond_share(self) -> list[End]:
+        """Ends that sessions pin beyond PINNED_SHARE of the slots, the newest first, as far as
+        nobody waits for them: many short paths have more ends than their blocks say."""
+        if not self._policy.has_pins:
+            return []
+        most = int(PINNED_SHARE * self.num_slots) // self.layout.blocks
+        pinned = [end for end in self._ends.values() if self._policy.is_pinned(end)]
+        return [end for end in pinned[most:][::-1] if self._next_use(end.block_id) is None]
 
     def _may_leave(self, end: End, later: BlockNode | None) -> bool:
         """Whether nobody waits to continue behind this end who could not do so further on."""
