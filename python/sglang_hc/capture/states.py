@@ -56,6 +56,10 @@ class StateCapture:
             self.counters["ends_without_room"] += 1
             return
         for part in parts:
-            self._rows.add(0, 1, read, [RowSpan(0, part.slot, 0, 1)])
+            try:
+                self._rows.add(0, 1, read, [RowSpan(0, part.slot, 0, 1)])
+            except Exception:  # such as device memory that a copy lacks
+                self._scatters.last().then(partial(self._ends.failed, part))
+                raise
             self._scatters.last().then(partial(self._ends.written, part))
             self.counters["kept_ends"] += 1
