@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -148,3 +149,22 @@ def test_what_cannot_be_kept_is_counted() -> None:
         "kept_ends": 1,
         "ends_without_room": 1,
     }
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_a_state_that_cannot_be_read_leaves_no_end(ring: bool) -> None:
+    world, path = World(ring, 1), Prefix(None, tokens_of("a"))
+    keep(world.host, path.tokens)
+    assert world.capture.wants(path, Stay.REPLY)
+
+    def read(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        world.capture.keep(path, read, Stay.REPLY)
+    world.scatters.drain()
+    world.check()
+    assert not len(world.ends) and world.ends.free_slots == 1
+    world.leave("a", 1)
+    world.scatters.drain()
+    world.go_on("a")

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchResult
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchResult
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from sglang_hc.policy.ends import Stay
+from sglang_hc.policy.restore_plan import Reason
 from sglang_hc.srt.tree.states import TreeStates
 from sglang_hc.tiers.tiers import States
 from sglang_hc.tree.identity import Prefix
@@ -87,7 +88,9 @@ class Slots:
     def __init__(self) -> None:
         self.there = set(range(1, 9))
 
-    def alloc(self, count: int) -> torch.Tensor:
+    def alloc(self, count: int) -> torch.Tensor | None:
+        if count > len(self.there):
+            return None
         return torch.tensor([self.there.pop() for _ in range(count)])
 
     def free(self, slots: torch.Tensor) -> None:
@@ -101,6 +104,7 @@ class Tree:
 
     def __init__(self, fails: str) -> None:
         self.fails, self.locks = fails, 0
+        self.written: list[int] = []
         self.token_to_kv_pool_allocator, self.states = Slots(), Slots()
         self.req_to_token_pool = SimpleNamespace(mamba_allocator=self.states)
         self.compute_stream = SimpleNamespace(will_read=lambda *_: None, entered=nullcontext)
@@ -122,27 +126,61 @@ class Tree:
     def path_device_indices(self, node: int) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int64)
 
-    def allocate(self, count: int) -> torch.Tensor:
+    def allocate(self, count: int) -> torch.Tensor | None:
         self._may("allocate")
         return self.token_to_kv_pool_allocator.alloc(4)  # pages, say
 
     def restore(self, part: Any, slot: torch.Tensor) -> None:
         self._may("write")
+        self.written += slot.tolist()
 
     def insert(self, params: InsertParams) -> None:
         self._may("insert")
 
+    def evict(self, params: EvictParams) -> None:
+        assert params.mamba_num == 1
 
-@pytest.mark.parametrize("fails", ["allocate", "write", "insert"])
-def test_an_error_on_the_way_leaves_every_slot_to_its_owner(fails: str) -> None:
-    tree, pins = Tree(fails), [0]
+    def refuse(self, req: Any, reason: Reason) -> Reason:
+        return reason
+
+
+BLOCKS: Any = ["a", "b", "c"]
+
+
+def states_over(tree: Tree, pins: list[int]) -> TreeStates:
     ends: Any = SimpleNamespace(
         deepest=len, parts=lambda path, count: ["part"],
         pin=lambda parts: pins.append(1), unpin=lambda parts: pins.append(-1),
     )  # fmt: skip
     moves: Any = States(NONE, tree)  # type: ignore[arg-type]
-    blocks: Any = ["a", "b", "c"]
+    return TreeStates(NONE, ends, moves)
+
+
+@pytest.mark.parametrize("fails", ["allocate", "write", "insert"])
+def test_an_error_on_the_way_leaves_every_slot_to_its_owner(fails: str) -> None:
+    tree, pins = Tree(fails), [0]
     with pytest.raises(RuntimeError, match=fails):
-        TreeStates(NONE, ends, moves).load_back(tree, request(), blocks, 192)
+        states_over(tree, pins).load_back(tree, request(), BLOCKS, 192)
     assert len(tree.states.there) == 8 and len(tree.token_to_kv_pool_allocator.there) == 8
     assert tree.locks == sum(pins) == 0
+
+
+@pytest.mark.parametrize(("states", "slots"), [(0, 8), (1, 8), (2, 3)])
+def test_without_room_a_request_goes_on_without(states: int, slots: int) -> None:
+    """It computes, and does not wait: of two states, or four slots, there is one less."""
+    tree, pins = Tree(""), [0]
+    tree.states.there = set(range(states))
+    tree.token_to_kv_pool_allocator.there = set(range(slots))
+    found: Any = states_over(tree, pins).load_back(tree, request(), BLOCKS, 192)
+    assert found is Reason.NO_DEVICE_SLOTS
+    assert len(tree.states.there) == states
+    assert len(tree.token_to_kv_pool_allocator.there) == slots
+    assert tree.locks == sum(pins) == 0
+
+
+def test_with_room_for_it_the_state_is_written_first() -> None:
+    tree = Tree("insert")
+    tree.states.there = {1, 2}
+    with pytest.raises(RuntimeError, match="insert"):
+        states_over(tree, [0]).load_back(tree, request(), BLOCKS, 192)
+    assert tree.written and set(tree.written) <= {1, 2}

@@ -170,13 +170,13 @@ class TreeStates:
             missing = [(max(start, inserted.resident), stop)] if inserted.resident < stop else []
             before = fields.prefix_slots(tree, req)
             tree.queue_restorations(blocks, inserted.slots, inserted.node, before, plan, missing)
+            tree.reporting.restored(req, blocks, plan, start, stop)
         except Exception:
             restorer.unqueue(queued)
             if inserted.resident < stop:
                 tree.remove(inserted.node)
             self._free(tree, [inserted.own])
             raise
-        tree.reporting.restored(req, blocks, plan, start, stop)
         source = tree.tree_core.get_component_device_value(inserted.node, ComponentType.MAMBA)
         fields.go_on_with_state(req, inserted.own, source)
         if fields.was_retracted(req):
