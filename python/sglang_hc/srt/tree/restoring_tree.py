@@ -93,9 +93,9 @@ class RestoringTree(CapturingTree):
         if grown is None:
             return self.refuse(req, Reason.NO_DEVICE_SLOTS)
         queued, window = restorer.num_queued, None
-        self.compute_stream.will_read(grown.slots)
-        self.compute_stream.will_read(grown.windows)
         try:
+            self.compute_stream.will_read(grown.slots)
+            self.compute_stream.will_read(grown.windows)
             restorer.planner.take(plan)
             if grown.ranges:
                 first = len(blocks) - len(parts)
