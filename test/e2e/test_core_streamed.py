@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -127,6 +128,26 @@ def many(spec: str | None) -> list[list[int]]:
 @pytest.mark.parametrize("spec", [f"act:0.5,rounds:8,{SOME}", "act:0,rounds:8", "act:1,rounds:8"])
 def test_two_hundred_requests(models: None, once: Once, spec: str) -> None:
     assert run_in_child(many, spec) == once(many, None)
+
+
+def products_of_its_own(spec: str) -> bool:
+    """Whether the model has, where bit identity is had by no other product."""
+    from sglang_hc.srt.model import exactness, model_state
+
+    def choose(layers: Any, demanded: bool) -> Any:
+        _, put = exactness.products_of(layers)[1]  # of a CPU: tiles
+        put()
+        return exactness.measure(layers)
+
+    with mock.patch.object(model_state, "choose_product", choose):
+        core = streaming.streamed("llama-mha", spec, dtype="bfloat16")
+    return exactness.has_fixed_tiles(core.scheduler.tp_worker.model_runner.model)
+
+
+@slow
+@pytest.mark.parametrize("share", ["0", "0.5"])
+def test_products_change_only_for_hidden_states(models: None, share: str) -> None:
+    assert run_in_child(products_of_its_own, f"act:{share}") == (share != "0")
 
 
 @pytest.mark.parametrize("mistake", [NeverWaits, pytest.param(ReadsTooEarly, marks=slow)])
