@@ -90,7 +90,10 @@ def broken_in_turn(late: bool, folder: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["before", "behind"])
+@pytest.mark.parametrize(
+    "late",
+    [pytest.param(False, id="before"), pytest.param(True, id="behind", marks=pytest.mark.slow)],
+)
 def test_an_error_of_ours_costs_no_answer(models: None, tmp_path: Path, late: bool) -> None:
     assert run_in_child(broken_in_turn, late, str(tmp_path)) == []
 

@@ -38,7 +38,7 @@ def ask(
     return replies
 
 
-@pytest.mark.parametrize("forms", ["kv", "hidden"])
+@pytest.mark.parametrize("forms", [pytest.param("kv", marks=pytest.mark.slow), "hidden"])
 def test_an_adapter_retrained_at_the_same_path_gets_no_state_of_the_old_one(
     models: None, tmp_path: Path, forms: str
 ) -> None:
@@ -148,7 +148,7 @@ def talks(mode: str, adapters: dict[str, str]) -> tuple[dict[str, list[Talk]], d
     return found, core.tree.tiers.counts()
 
 
-@pytest.mark.parametrize("mode", ["recompute", "reembed"])
+@pytest.mark.parametrize("mode", [pytest.param("recompute", marks=pytest.mark.slow), "reembed"])
 def test_state_behind_a_cut_belongs_to_its_adapter(models: None, tmp_path: Path, mode: str) -> None:
     adapters = {name: write_adapter(tmp_path / name, i, MODEL) for i, name in enumerate("ab")}
     found, counts = run_in_child(talks, mode, adapters)

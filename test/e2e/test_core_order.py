@@ -131,12 +131,17 @@ def served(
 @pytest.mark.parametrize(
     ("flags", "beside"),
     [
-        (("--hc-forms", "kv"), False),
         (("--hc-forms", "hidden"), True),
         (("--hc-forms", "recompute:1,hidden:1,kv:2", "--chunked-prefill-size", "64"), False),
-        (("--hc-forms", "recompute:1,hidden:2,kv:1", SERIAL), False),
-        (("--hc-forms", "hidden:2,kv:2", SERIAL), True),
         (("--hc-forms", "recompute:1,hidden:1,kv:2", *OFFLOAD), False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (("--hc-forms", "kv"), False),
+                (("--hc-forms", "recompute:1,hidden:2,kv:1", SERIAL), False),
+                (("--hc-forms", "hidden:2,kv:2", SERIAL), True),
+            )
+        ),
     ],
     ids=lambda value: " ".join(value) if value not in (False, True) else f"beside={value}",
 )
@@ -154,13 +159,18 @@ def test_no_access_is_unordered(models: None, flags: tuple[str, ...], beside: bo
     ("control", "flags", "region"),
     [
         (old_commit, ("--hc-forms", "kv"), "slot table"),
-        (forward_stream_always, ("--hc-forms", "recompute:1,kv:3", SERIAL), "KV pool"),
         (schedule_stream_always, ("--hc-forms", "kv"), "KV pool"),
-        (allocator_not_told, ("--hc-forms", "kv"), "made in"),
         (taps_not_joined, ("--hc-forms", "hidden"), "taps"),
-        (forget_at_once, ("--hc-forms", "hidden"), "snapshot"),
         (weights_not_waited_for, ("--hc-forms", "hidden", *OFFLOAD), "weights in place"),
-        (weights_come_too_early, ("--hc-forms", "kv", *OFFLOAD), "weights in place"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (forward_stream_always, ("--hc-forms", "recompute:1,kv:3", SERIAL), "KV pool"),
+                (allocator_not_told, ("--hc-forms", "kv"), "made in"),
+                (forget_at_once, ("--hc-forms", "hidden"), "snapshot"),
+                (weights_come_too_early, ("--hc-forms", "kv", *OFFLOAD), "weights in place"),
+            )
+        ),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )

@@ -101,6 +101,7 @@ def on_rank(rank: int, port: int, model: str, *flags: str) -> ranked_turns.Turns
     return ranked_turns.talk(ranked_turns.engine(rank, port, "tp", "kv", model, *flags), "away")
 
 
+@pytest.mark.slow
 def test_two_ranks_divide_latents_and_index(model: str, tmp_path: Path) -> None:
     found = run_ranks(on_rank, model, *on_disk(tmp_path))
     ranked_turns.check_tokens(found)

@@ -128,6 +128,7 @@ def test_kv_form_is_a_copy(real_model: str, dtype: str) -> None:
     assert max(found.worst for found in evicted["drift"]) == 0.0
 
 
+@pytest.mark.slow
 def test_hidden_form_in_bfloat16_is_off_by_rounding_at_most(real_model: str) -> None:
     """Whether its product gives the same bits for other numbers of rows is up to the machine: where
     it does, the words are the same; elsewhere K and V are off by one unit in the last place."""

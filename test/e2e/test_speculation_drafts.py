@@ -133,6 +133,7 @@ def smaller(evict: bool, *flags: str) -> Drafted:
     return drafted(speculation, evict, *flags, model="llama-mha")
 
 
+@pytest.mark.slow
 def test_a_draft_model_may_be_smaller(models: None) -> None:
     kept = run_in_child(smaller, False, *ROOMY)
     found = run_in_child(smaller, True, *TIGHT, "--hc-forms", "hidden:2,kv:2")
@@ -171,10 +172,10 @@ def anew(speculation: tuple[str, ...], history: list[int]) -> tuple[Told, list[l
     ("algorithm", "shape", "form", "spoil"),
     [
         ("EAGLE", "tree", "kv:4", False),
-        ("STANDALONE", "tree", "hidden:4", False),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                ("STANDALONE", "tree", "hidden:4", False),
                 ("EAGLE3", "chain", "hidden:2,kv:2", False),
                 ("EAGLE", "tree", "kv:4", True),
                 ("STANDALONE", "chain", "hidden:4", True),
