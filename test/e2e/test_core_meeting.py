@@ -323,7 +323,9 @@ def beside(folder: str, profile: str, *flags: str) -> tuple:
 
 
 @pytest.mark.parametrize("how", ["overlap", "mixed chunk", "no overlap"])
-@pytest.mark.parametrize("chunk", ["4096", "512", "100"])
+@pytest.mark.parametrize(
+    "chunk", ["512", *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in ("4096", "100"))]
+)
 def test_beside_a_decoding_request_no_gap_is_longer_than_a_plain_prefill(
     wanted: Replies, tmp_path: Path, chunk: str, how: str
 ) -> None:

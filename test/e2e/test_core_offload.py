@@ -38,7 +38,7 @@ CASES = [
     ("llama-gqa", "recompute:2,hidden:1,kv:1", SOME),
     pytest.param("llama-gqa", "hidden", ALL, marks=pytest.mark.slow),
     ("qwen3", MIXED, SOME),
-    ("opt", "hidden:2,kv:2", ALL),
+    pytest.param("opt", "hidden:2,kv:2", ALL, marks=pytest.mark.slow),
     pytest.param("opt", "kv", SOME, marks=pytest.mark.slow),
     ("deepseek-v2", "recompute:2,kv:2", ALL),
     ("qwen3-moe", "kv", SOME),

@@ -54,10 +54,15 @@ def wanted(models: None, once: Once) -> list[list[int]]:
         (16, "hidden:2,kv:2", ("--disable-overlap-schedule",)),
         (16, "recompute:1,kv:3", ("--enable-mixed-chunk", *CHUNKS)),
         (64, "hidden", CHUNKS),
-        (64, "kv", ("--enable-mixed-chunk", *CHUNKS, "--disable-overlap-schedule")),
         (128, "hidden:2,kv:2", ("--max-total-tokens", "1280", *CHUNKS)),
-        (1, "hidden:2,kv:2", ("--enable-mixed-chunk", *CHUNKS)),
         (1, "kv", (*TAILS_FIRST, *CHUNKS)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (64, "kv", ("--enable-mixed-chunk", *CHUNKS, "--disable-overlap-schedule")),
+                (1, "hidden:2,kv:2", ("--enable-mixed-chunk", *CHUNKS)),
+            )
+        ),
     ],
 )
 def test_what_left_the_device_comes_back(

@@ -22,7 +22,7 @@ PLAN = "hidden:2,kv:2"
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--chunked-prefill-size", "64"),
+        pytest.param(("--chunked-prefill-size", "64"), marks=pytest.mark.slow),
         ("--chunked-prefill-size", "50"),
         ("--chunked-prefill-size", "64", "--enable-mixed-chunk"),
         ("--disable-overlap-schedule",),

@@ -83,7 +83,10 @@ def second_turn(model: str, first: list[int], *flags: str) -> Reply:
     return engine(model, *flags).ask(history(first), 24)
 
 
-@pytest.mark.parametrize("below", [on_disk, in_directory, in_store])
+@pytest.mark.parametrize(
+    "below",
+    [on_disk, *(pytest.param(below, marks=pytest.mark.slow) for below in (in_directory, in_store))],
+)
 def test_the_next_server_goes_on(
     model: str, once: Once, tmp_path: Path, below: Callable[[object], tuple[str, ...]]
 ) -> None:

@@ -14,6 +14,7 @@ from support.core import MODELS, Core, Reply, run_in_child
 from support.prompts import SMALL, prompt
 
 FORMS = ("hidden", "kv")
+HIDDEN = (pytest.param("hidden", marks=pytest.mark.slow), "hidden:2,kv:2")
 TIGHT = ("--hc-forms", "kv", *SMALL, "--hc-host-size-gb", "0.02")
 PINNED = prompt(8, 200)
 
@@ -95,7 +96,7 @@ def failing(form: str) -> tuple[Any, ...]:
     return wanted, (second, third), failures, core.tree.stats()
 
 
-@pytest.mark.parametrize("form", ("hidden", "hidden:2,kv:2"))  # KV needs no such write
+@pytest.mark.parametrize("form", HIDDEN)  # KV needs no such write
 def test_a_failed_write_costs_a_recomputation_and_no_token(models: None, form: str) -> None:
     wanted, replies, failures, stats = run_in_child(failing, form)
     assert failures
@@ -180,7 +181,7 @@ def tight(form: str, gib: str) -> tuple[list[list[int]], dict[str, int]]:
     return tokens, core.tree.stats()
 
 
-@pytest.mark.parametrize("form", ["hidden", "hidden:2,kv:2"])
+@pytest.mark.parametrize("form", HIDDEN)
 def test_a_tier_of_few_blocks_evicts_and_changes_no_token(models: None, form: str) -> None:
     roomy, large = run_in_child(tight, form, "0.2")
     size = 7.5 * large["host_bytes"] / large["host_slots"] / 2**30

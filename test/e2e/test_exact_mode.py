@@ -26,7 +26,9 @@ def check_bits(found: Outcome) -> None:
     assert found.worst("error") == 0.0
 
 
-@pytest.mark.parametrize("isa", [None, *ISAS])
+@pytest.mark.parametrize(
+    "isa", [None, *(pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS)]
+)
 @pytest.mark.parametrize("model", FEW)
 def test_hidden_form_bfloat16_is_bit_identical(models: None, model: str, isa: str | None) -> None:
     check_bits(run_in_child(exact, model, "bfloat16", isa))
