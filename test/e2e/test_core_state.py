@@ -3,7 +3,6 @@ evicted comes back with the state behind it, and goes on word for word."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from sglang_hc.errors import ConfigError
 from sglang_hc.forms import BLOCK_TOKENS
 from support import (
     retractions,
@@ -21,6 +19,7 @@ from support import (
 )
 from support.core import Once, Reply, run_in_child
 from support.prompts import in_directory, in_store, on_disk, prompt
+from support.starts import check_left_out, refusal
 from support.state_core import KEPT, engine, evicted, never_evicted
 
 CHUNKS = "--chunked-prefill-size", "128"
@@ -178,31 +177,9 @@ def test_random_conversations_say_what_they_say_on_the_device(
     assert "guarded_errors" not in stats
 
 
-def said(model: str, *flags: str) -> tuple[list[str], str, bool]:
-    """What the start logs, the layer plan, and whether there is an audit."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("sglang_hc").addHandler(handler)
-    core = engine(model, *flags)
-    return lines, core.tree.stats()["layer_plan"], core.tree.audit is not None
-
-
 @slow
 def test_hidden_form_and_audits_are_left_out_and_the_log_says_why(model: str) -> None:
-    lines, plan, audited = run_in_child(said, model, "--hc-forms", "hidden", "--hc-audit", "1")
-    assert plan == "kv:2" and not audited
-    why = "Qwen3NextForCausalLM is not among the"
-    assert any(f"is served without hidden: {why} families" in line for line in lines)
-    assert any(f"--hc-audit is off: {why} models" in line for line in lines)
-
-
-def refusal(model: str, *flags: str) -> str:
-    try:
-        engine(model, *flags)
-    except ConfigError as error:
-        return str(error)
-    raise AssertionError("it was started")
+    check_left_out(engine, model, "kv:2", "Qwen3NextForCausalLM")
 
 
 @slow
@@ -218,4 +195,4 @@ def refusal(model: str, *flags: str) -> str:
     ],
 )
 def test_what_cannot_be_right_is_refused(model: str, flags: tuple[str, ...], why: str) -> None:
-    assert why in run_in_child(refusal, model, *flags)
+    assert why in refusal(engine, model, *flags)

@@ -3,7 +3,6 @@ its kernels: what was evicted comes back up to an end, and goes on word for word
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable
 from functools import partial
@@ -12,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from sglang_hc.errors import ConfigError
 from sglang_hc.forms import BLOCK_TOKENS
 from support import leaks, ranked_turns, retractions, window_core, window_kernels, window_model
 from support.core import Core, Once, Reply, run_in_child
 from support.prompts import in_directory, in_store, on_disk, prompt
 from support.ranked_core import run_ranks
+from support.starts import check_left_out, refusal
 from support.window_core import (
     KEPT,
     MORE,
@@ -305,31 +304,9 @@ def test_the_stand_ins_answer_as_transformers_does(folder: Path, once: Once, nam
     assert once(never_evicted, model) == run_in_child(window_core.by_transformers, model)
 
 
-def said(model: str, *flags: str) -> tuple[list[str], str, bool]:
-    """What the start logs, the layer plan, and whether there is an audit."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("sglang_hc").addHandler(handler)
-    core = engine(model, *flags)
-    return lines, core.tree.stats()["layer_plan"], core.tree.audit is not None
-
-
 @pytest.mark.slow
 def test_hidden_form_and_audits_are_left_out_and_the_log_says_why(model: str) -> None:
-    lines, plan, audited = run_in_child(said, model, "--hc-forms", "hidden", "--hc-audit", "1")
-    assert plan == "kv:4" and not audited
-    why = "GptOssForCausalLM is not among the"
-    assert any(f"is served without hidden: {why} families" in line for line in lines)
-    assert any(f"--hc-audit is off: {why} models" in line for line in lines)
-
-
-def refusal(model: str, *flags: str) -> str:
-    try:
-        engine(model, *flags)
-    except ConfigError as error:
-        return str(error)
-    raise AssertionError("it was started")
+    check_left_out(engine, model, "kv:4", "GptOssForCausalLM")
 
 
 @pytest.mark.slow
@@ -342,7 +319,7 @@ def refusal(model: str, *flags: str) -> str:
     ],
 )
 def test_what_cannot_be_right_is_refused(model: str, flags: tuple[str, ...], why: str) -> None:
-    assert why in run_in_child(refusal, model, *flags)
+    assert why in refusal(engine, model, *flags)
 
 
 def tiny_pool(model: str, share: str, *flags: str) -> tuple[list[int], int]:

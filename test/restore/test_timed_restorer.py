@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.restore_plan import Choice, Reason, RestorePlan
 from sglang_hc.restore.path import Restoration
-from sglang_hc.restore.timed_restorer import Timed, TimedRestorer
+from sglang_hc.restore.timed_restorer import PENDING, Timed, TimedRestorer
 from sglang_hc.tree.block_tree import BlockNode
 from support.tiers import HIDDEN_BYTES, PARTS, build
 
@@ -72,3 +72,14 @@ def test_what_is_restored_early_has_no_plan(early: int, later: int) -> None:
     world.restorer.decided(decided(later))
     world.restorer.run_now()
     assert [(one.tokens, len(one.plans)) for one in world.timed] == [(early, 0), (later, 1)]
+
+
+def test_so_many_passes_wait_for_the_device_and_no_more() -> None:
+    world = World(LayerPlan(0, 0, 2))
+    for _ in range(PENDING + 1):
+        world.restorer.restore_early([world.restoration(1)])
+    world.tiers.poll()
+    assert len(world.timed) == PENDING
+    world.restorer.restore_early([world.restoration(1)])
+    world.tiers.poll()
+    assert len(world.timed) == PENDING + 1

@@ -103,6 +103,36 @@ def test_nothing_is_read_behind_the_last_end() -> None:
     assert not world.blocks.moves and world.ready(request)
 
 
+@pytest.mark.parametrize(("back", "found"), [(3, 3), (2, 0)])
+def test_an_end_is_looked_for_so_far_back(
+    monkeypatch: pytest.MonkeyPatch, back: int, found: int
+) -> None:
+    """Behind those that a store is asked for, too."""
+    monkeypatch.setattr(ends_below, "LOOKED_BACK", back)
+    monkeypatch.setattr(ends_below, "ASKED", 1)
+    world = EndsWorld()
+    world.end("abc")
+    world.keep("abcde")
+    world.forget_host()
+    assert world.below.find(path_of("abcde"), 5) is not None
+    request = world.ask("abcde")
+    assert world.serve(request, "abcde") == found
+
+
+@pytest.mark.parametrize("asked", [1, 3])
+def test_a_store_that_does_not_say_is_asked_for_the_last_ends(
+    monkeypatch: pytest.MonkeyPatch, asked: int
+) -> None:
+    monkeypatch.setattr(ends_below, "ASKED", asked)
+    world = EndsWorld()
+    world.keep("abcde")
+    names: list[object] = []
+    monkeypatch.setattr(world.parts, "ask", lambda wanted: bool(names.append(wanted[0])))
+    found = world.below.find(path_of("abcde"), 5)
+    assert found is not None and found.blocks == 0
+    assert names == [world.part_id(word) for word in ("abcde", "abcd", "abc")][:asked]
+
+
 def test_an_earlier_end_is_used_where_a_part_was_lost() -> None:
     world = EndsWorld()
     world.end("abc", "abcdef")

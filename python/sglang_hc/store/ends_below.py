@@ -150,13 +150,15 @@ class EndsBelow:
         usable = self._ends.deepest(nodes)
         asked = 0
         for blocks in range(known, max(usable, known - LOOKED_BACK), -1):
+            if asked == ASKED and not self._has_own_part(path, nodes, blocks):
+                continue  # most blocks are no end, and a window has many parts
             lacking = self._lacking(nodes, blocks)
             names = [self.part_id(path.block_ids[number]) for number in lacking]
             if names[0] in self._fetches or self._contains(names):
                 return FoundEnd(blocks, usable, tuple(lacking))
-            if asked < ASKED and self._usable:
+            if asked < ASKED:
                 asked += 1
-                if self._io.ask(names):
+                if self._usable and self._io.ask(names):
                     return None
         return FoundEnd(usable, usable, ())
 
@@ -275,6 +277,13 @@ class EndsBelow:
 
     def _contains(self, names: Sequence[bytes]) -> bool:
         return self._usable and self._io.contains(names) == len(names)
+
+    def _has_own_part(self, path: BlockPath, nodes: Sequence[BlockNode], blocks: int) -> bool:
+        """Whether the last part that an end needs is there or below, or on its way."""
+        if blocks <= len(nodes) and _is_there(nodes[blocks - 1].end):
+            return True
+        name = self.part_id(path.block_ids[blocks - 1])
+        return name in self._fetches or self._contains([name])
 
     def _lacking(self, nodes: Sequence[BlockNode], blocks: int) -> list[int]:
         """Numbers of the blocks whose parts an end needs and host memory lacks, the last first."""

@@ -105,6 +105,9 @@ def from_server_info(url: str, info: Any) -> Reading:
     if not parts:
         reading.note = "runs without the tiers"
         return reading
+    if all("throughput" in part for part in parts):
+        reading.note = "has the state of running requests in host memory, and no tiers"
+        return reading
     reading.layer_plan = str(parts[0].get("layer_plan", ""))
     numbers: Counter[str] = Counter()
     for part in parts:

@@ -152,6 +152,15 @@ def test_a_server_without_the_tiers_says_so() -> None:
     assert len(view([reading], {})) == 3
 
 
+def test_a_server_that_streams_state_says_so() -> None:
+    info = json.loads(INFO)
+    info["internal_states"][0]["hc"] = {"throughput": {"tokens": 640}}
+    with answering(json.dumps(info)) as url:
+        reading = scrape(url)
+    assert reading.note is not None and reading.note.endswith("in host memory, and no tiers")
+    assert len(view([reading], {})) == 3
+
+
 @pytest.mark.parametrize("info", ["", "<html>", "[]", '{"internal_states": 3}', "null"])
 def test_another_program_is_a_row_too(info: str) -> None:
     with answering(info) as url:

@@ -45,13 +45,6 @@ def begin(args: Any) -> None:
     logger.info("sglang-hc: --hc-offload-gb: mixed chunks are on: each pass waits for all weights")
 
 
-def stream_state(args: Any) -> None:
-    """Run passes one after the other (`--hc-throughput`): which rows a pass needs is known when it
-    begins, and they begin to come then. SGLang's own radix cache stays in place, because what
-    tiers in host memory would keep lies there already."""
-    choose(args, "disable_overlap_schedule", True)
-
-
 def refuse_modes(args: Any) -> None:
     """Raise ConfigError for what cannot go with weights in host memory."""
     for name, why in SWITCHES.items():

@@ -189,7 +189,7 @@ def _begin(args: Any, config: HcConfig) -> None:
         if config.throughput is None:
             hicache_flags.take_its_place(args)
         else:
-            offload_flags.stream_state(args)
+            throughput_flags.stream_state(args)
         envs.SGLANG_HTTP_SERVER_APP_PATH.set(WORKER_APP)
     if not torch.cuda.is_available():
         cpu.check_speculation(args)

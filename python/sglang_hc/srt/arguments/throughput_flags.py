@@ -40,6 +40,13 @@ def begin(args: Any, config: HcConfig) -> None:
         choose(args, "attention_backend", BACKENDS[0])
 
 
+def stream_state(args: Any) -> None:
+    """Run passes one after the other (`--hc-throughput`): which rows a pass needs is known when it
+    begins, and they begin to come then. SGLang's own radix cache stays in place, because what
+    tiers in host memory would keep lies there already."""
+    choose(args, "disable_overlap_schedule", True)
+
+
 def refuse_modes(args: Any, config: HcConfig) -> None:
     """Raise ConfigError for what cannot go with state of running requests in host memory."""
     for name in config.changed():

@@ -33,10 +33,13 @@ def joined_answers(answers: Sequence[Answer]) -> Answer:
     return judged(joined, missed) | {"status": max(one["status"] for one in answers)}
 
 
+NO_TIERS = "this server runs without the tiers; /flush_cache forgets what it has for every client"
+
+
 def forget(tree: Any, body: dict[str, Any], reply: Callable[[Answer], object]) -> None:
     """Answer a control request. tree: None where the tiers are off."""
     if tree is None:
-        reply(_refused(501, "this server runs without the tiers"))
+        reply(_refused(501, NO_TIERS))
     elif tree.scheduler.is_between_stages:
         busy = "with --pp-size above 1 state is forgotten while no request runs; try again"
         reply(_refused(409, busy))

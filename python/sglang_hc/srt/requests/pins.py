@@ -26,7 +26,7 @@ from sglang_hc.srt.arguments.server_args import config_of
 from sglang_hc.srt.binding import arguments, fields
 from sglang_hc.srt.engine.guard import counters, tree_of
 from sglang_hc.srt.requests import self_test
-from sglang_hc.srt.requests.forgetting import METHOD, forget
+from sglang_hc.srt.requests.forgetting import METHOD, NO_TIERS, forget
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tree.identity import Prefix, pack_tokens
 
@@ -104,7 +104,7 @@ def control(original: Callable[..., Any], self: Any, recv_req: DumperControlReqI
 def answer(retention: Retention | None, method: str, body: dict[str, Any]) -> dict[str, Any]:
     """The reply to one control request: an HTTP `status`, and what the client is shown."""
     if retention is None:
-        return _error(501, "this server runs without the tiers")
+        return _error(501, NO_TIERS)
     namespace, session = body.get("namespace"), body.get("session", "")
     try:
         if method == PREFIX + "list":
