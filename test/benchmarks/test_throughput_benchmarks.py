@@ -51,7 +51,7 @@ def test_what_comes_and_what_goes_do_not_share_the_bucket() -> None:
 def test_the_planned_share_is_compared_with_the_best_of_the_others() -> None:
     model, load = paper_model("30B"), Load(64, 64 * 1024, 64)
     share = shares.planned_share(model, load)
-    split = best_split(model, load, 1, most_resident=0)
+    split = best_split(model, load, 1, most_resident=0, most_on_device=0)
     assert split is not None and share == pytest.approx(split.act / load.tokens, abs=1e-3)
     assert 0.1 < share < 0.9
     found: dict[str, dict[str, Any]] = {

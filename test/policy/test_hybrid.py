@@ -26,9 +26,9 @@ SHARES = 40
 numbers of resident layers."""
 
 
-def grid(model, load, count):
+def grid(model, load, count, most_on_device):
     for resident in range(model.layers + 1):
-        room = device_room(model, load.tokens, count, resident)
+        room = min(device_room(model, load.tokens, count, resident), most_on_device)
         for part in range(SHARES):
             act = load.tokens * part / (SHARES - 1)
             for place in range(25):
@@ -36,15 +36,16 @@ def grid(model, load, count):
                 yield Split(load.tokens - act, act - device, device, 0.0, resident)
 
 
-@given(streamed_models(), loads, rounds)
-def test_no_point_of_a_grid_is_faster(model, load, count):
-    best = best_split(model, load, count)
+@given(streamed_models(), loads, rounds, st.just(math.inf) | st.floats(0.0, 50.0))
+def test_no_point_of_a_grid_is_faster(model, load, count, most_on_device):
+    best = best_split(model, load, count, most_on_device=most_on_device)
     least = math.inf
     if best is not None:
         assert model.fits(best, count)
         assert best.tokens == pytest.approx(load.tokens) and min(best) >= 0
+        assert best.device_act <= most_on_device
         least = model.times(load, best, count).ahead
-    for split in grid(model, load, count):
+    for split in grid(model, load, count, most_on_device):
         if model.times(load, split, count).ahead < least * (1 - 1e-9):
             assert not model.fits(split, count), split
 
@@ -65,7 +66,7 @@ def program(model, load, count, resident):
         ],
         b_ub=[
             -cross * model.load_w,
-            -layers * step,
+            -layers * step - model.outside,
             model.host - cross * model.weights,
             device - model.places(load.tokens, count),
         ],

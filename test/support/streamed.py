@@ -29,6 +29,7 @@ def streamed_models(draw: st.DrawFn, act: st.SearchStrategy[float] | None = None
         per_new=draw(times),
         per_pair=draw(st.floats(0.0, 0.01)),
         per_round=draw(st.floats(0.0, 1.0)),
+        outside=draw(st.floats(0.0, 10.0)),
         active=draw(st.sampled_from([1.0, 0.1])),
         host=whole * draw(st.floats(0.5, 4.0)) + draw(st.floats(0.0, 1e5)),
         device=whole * draw(st.floats(0.1, 1.5)) + draw(st.floats(0.0, 1e5)),

@@ -7,7 +7,7 @@ The problem that `best_split` solves, for a load of N tokens and for n rounds. M
 
     max(T_PCIe, T_comp)
     T_PCIe = (L - r) T_load_w + L (T_load_kv #KV_Host + T_load_act #ACT_Host)
-    T_comp = L (T_step + T_kv_gen (#ACT_Host + #ACT_GPU) + n T_round)
+    T_comp = L (T_step + T_kv_gen (#ACT_Host + #ACT_GPU) + n T_round) + T_outside
 
 over #KV_Host, #ACT_Host, #ACT_GPU >= 0 and whole r from 0 to L, so that
 
@@ -16,7 +16,8 @@ over #KV_Host, #ACT_Host, #ACT_GPU >= 0 and whole r from 0 to L, so that
     r S_W + ring(r) + L S_ACT #ACT_GPU + places(N, n) <= device memory
 
 with L layers, r of them resident, and S_W, S_KV, S_ACT the bytes of a layer's weights, K and V of a
-token, and its hidden state. The paper's equations 9 and 10 leave out T_load_act, T_step and r.
+token, and its hidden state. The paper's equations 9 and 10 leave out T_load_act, T_step, T_outside
+and r.
 
 Why a few candidates are enough: with r and x = #ACT_Host + #ACT_GPU given, as many of the x as have
 room belong on the device, because they compute the same there and do not cross. What is left is one
@@ -87,12 +88,14 @@ def best_split(
     *,
     act: float | None = None,
     most_resident: int | None = None,
+    most_on_device: float = math.inf,
 ) -> Split | None:
     """The split with the shortest pass, of equal ones that with the least to copy; None when
     nothing fits. See the module for the problem.
 
     act: the share of tokens that must be kept as hidden states, from 0 to 1; None for any.
-    most_resident: at most so many layers are resident; None for any number.
+    most_resident: at most so many layers are resident; None for any number. most_on_device: hidden
+    states that stay on the device at most, in tokens.
     """
     if math.isinf(model.kv_gen):
         act = 0.0
@@ -100,7 +103,9 @@ def best_split(
     most = model.layers if most_resident is None else most_resident
     best, shortest = None, (math.inf, math.inf)
     for resident in range(most + 1):
-        for split in _candidates(model, load, rounds, resident, low, high):
+        room = device_room(model, load.tokens, rounds, resident)
+        on_device = min(room, most_on_device)
+        for split in _candidates(model, load, rounds, resident, (low, high), on_device):
             times = model.times(load, split, rounds)
             if (times.ahead, times.link) < shortest and model.fits(split, rounds):
                 best, shortest = split, (times.ahead, times.link)
@@ -115,12 +120,19 @@ def device_room(model: StreamedModel, tokens: float, rounds: int, resident: int 
 
 
 def _candidates(
-    model: StreamedModel, load: Load, rounds: int, resident: int, low: float, high: float
+    model: StreamedModel,
+    load: Load,
+    rounds: int,
+    resident: int,
+    act: tuple[float, float],
+    on_device: float,
 ) -> Iterator[Split]:
-    """The splits among which the best with so many resident layers is, hidden states of `low` to
-    `high` tokens. Not all of them fit."""
-    tokens = load.tokens
-    on_device = device_room(model, tokens, rounds, resident)
+    """The splits among which the best with so many resident layers is. Not all of them fit.
+
+    act: tokens that are kept as hidden states, at least and at most. on_device: those of them that
+    the device has room for; negative when places and weights do not fit.
+    """
+    tokens, (low, high) = load.tokens, act
     weights = (model.layers - resident) / model.layers
     host = model.host / model.layers - weights * model.weights
     if on_device < 0 or host < 0:
@@ -128,7 +140,7 @@ def _candidates(
     # Of one layer: what the link works longer than the device when nothing is projected, and what
     # is missing in host memory then.
     idle = weights * model.load_w + model.load_kv * tokens - model.step(load)
-    idle -= model.per_round * rounds
+    idle -= model.per_round * rounds + model.outside / model.layers
     missing = model.kv * tokens - host
     saved = model.load_kv + model.kv_gen  # of `idle`, by a token that is projected on the device
     found = [low, high, on_device, missing / model.kv]

@@ -47,7 +47,8 @@ def surplus(model: StreamedModel, load: Load, split: Split) -> Surplus:
     pass whose times are equal have none together, but for what rounds add. `model.kv_gen` must be
     finite."""
     weights = (model.layers - split.resident) / model.layers * model.load_w
-    shared = (weights - model.step(load)) / load.tokens
+    step = model.step(load) + model.outside / model.layers
+    shared = (weights - step) / load.tokens
     crossing = model.load_act * split.host_act / split.act if split.act else model.load_act
     return Surplus(model.load_kv + shared, crossing - model.kv_gen + shared)
 

@@ -116,7 +116,8 @@ class StreamedModel:
     (T_kv_gen), infinite for a model that has no such form.
     read_w, read_kv: seconds to read a layer's weights, and K and V of a token, from device memory.
     per_new, per_pair: seconds of a layer for a new token, and for a pair of a prompt.
-    per_round: seconds that each round adds to a layer.
+    per_round: seconds that each round adds to a layer. outside: seconds of a pass outside of its
+    layers, as for the output layer.
     active: share of a layer's weights that one token passes through.
     host, device: bytes for the layers' weights and for state.
     """
@@ -134,6 +135,7 @@ class StreamedModel:
     per_new: float
     per_pair: float
     per_round: float
+    outside: float
     active: float
     host: float
     device: float
@@ -153,7 +155,7 @@ class StreamedModel:
         if split.crossing:
             compute += self.per_round * rounds
         link = (self.layers - split.resident) * self.load_w + self.layers * loads
-        return PassTimes(link, self.layers * compute)
+        return PassTimes(link, self.layers * compute + self.outside)
 
     def ring(self, resident: int) -> float:
         """Bytes on the device of the places of weights that cross."""

@@ -16,6 +16,9 @@ from sglang_hc.policy.streaming import UNMEASURED, Streaming, ThroughputSpec
 from sglang_hc.policy.throughput import ACT_SHARES, ROUNDS, Processor, Requests, Served, Ways
 from sglang_hc.policy.throughput_table import SAME, Comparison, compare, conclusion, table
 
+AUTO = ThroughputSpec()
+"""Nothing is forced."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -26,9 +29,9 @@ class Setting:
     anybody chose what crosses, for other ways to serve. requests: that are expected. cpu: that
     could compute the rest. longest: tokens of a request at most. tokens: slots that the user asks
     for; None for as many as host memory holds. running: requests at most that the user lets run;
-    None for any number. is_apart: the device has memory of its own; else
-    nothing is gained by hidden states that stay there. no_hidden: why nothing may be kept as hidden
-    states; None when it may.
+    None for any number. is_apart: the device has memory of its own; else nothing is gained by
+    hidden states that stay there. no_hidden: why nothing may be kept as hidden states; None when it
+    may.
     """
 
     served: StreamedModel
@@ -41,16 +44,29 @@ class Setting:
     is_apart: bool
     no_hidden: str | None
 
-    @property
-    def streams(self) -> Ways:
+    def most_on_device(self, spec: ThroughputSpec = AUTO) -> float:
+        """Hidden states that may stay on the device, in tokens, as far as there is room."""
+        if spec.device_act_gb is not None:
+            return int(spec.device_act_gb * GIB / (self.served.layers * self.served.act))
+        return math.inf if self.is_apart else 0
+
+    def streams(self, spec: ThroughputSpec) -> Ways:
+        """State crosses, and weights lie where they lie."""
         most = [] if self.running is None else [self.running]
         if self.tokens is not None:
             most.append(max(1, self.tokens // sum(self.requests)))
-        return Ways(self.served, self.requests, self.cpu, 0, min(most, default=None))
+        on_device = self.most_on_device(spec)
+        return Ways(self.served, self.requests, self.cpu, 0, min(most, default=None), on_device)
 
     @property
     def all_ways(self) -> Ways:
-        return Ways(self.whole, self.requests, self.cpu, most=self.running)
+        return Ways(
+            self.whole,
+            self.requests,
+            self.cpu,
+            most=self.running,
+            most_on_device=self.most_on_device(),
+        )
 
 
 @dataclass(frozen=True)
@@ -68,18 +84,17 @@ def settle(setting: Setting, spec: ThroughputSpec) -> StreamingPlan:
     _check_hidden(setting, spec)
     model = setting.served
     rounds = ROUNDS if spec.rounds is None else (spec.rounds,)
-    served = setting.streams.best_stream(spec.act, rounds)
+    served = setting.streams(spec).best_stream(spec.act, rounds)
     if served is None:
         raise _nothing_fits(setting)
     share = served.split.act / served.split.tokens
-    kept = int(served.split.device_act) if setting.is_apart else 0
-    if spec.device_act_gb is not None:
-        kept = int(spec.device_act_gb * GIB / (model.layers * model.act))
-        if kept and not share:
-            raise ConfigError(
-                f"--hc-throughput device-act-gb:{spec.device_act_gb:g}: nothing is kept as hidden "
-                "states here; give act:SHARE above 0 too, or leave it out"
-            )
+    most = setting.most_on_device(spec)
+    kept = int(served.split.device_act if math.isinf(most) else most)
+    if kept and not share:
+        raise ConfigError(
+            f"--hc-throughput device-act-gb:{spec.device_act_gb:g}: nothing is kept as hidden "
+            "states here; give act:SHARE above 0 too, or leave it out"
+        )
     slots = _slots(setting, spec, served, share, kept)
     slots = _slots(setting, spec, served, share, _beside_places(model, spec, slots))
     balance = UNMEASURED

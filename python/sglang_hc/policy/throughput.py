@@ -76,7 +76,8 @@ class Ways:
     """What one model on one machine can do for requests, without and with a CPU that computes.
 
     most_resident: at most so many layers are on the device where state crosses. most: running
-    requests at most. None for any number.
+    requests at most. None for any number. most_on_device: hidden states that stay on the device at
+    most, in tokens.
     """
 
     model: StreamedModel
@@ -84,6 +85,7 @@ class Ways:
     cpu: Processor
     most_resident: int | None = None
     most: int | None = None
+    most_on_device: float = math.inf
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -144,7 +146,8 @@ class Ways:
         crossing = others * model.load_w / self.requests.output
         prompts = model.per_new * (load.new - batch) + model.per_pair * load.pairs
         prefill = max(crossing, model.layers * prompts)
-        return resident * model.step(answers) + others * computed + prefill
+        step = resident * model.step(answers) + others * computed
+        return step + prefill + model.outside
 
     def cpu_faster_below(self, most: int) -> int:
         """The smallest batch up to `most` with which no CPU is faster than all of these ways; one
@@ -184,7 +187,12 @@ class Ways:
             split = None
             if number <= load.requests:
                 split = best_split(
-                    self.model, load, number, act=act, most_resident=self.most_resident
+                    self.model,
+                    load,
+                    number,
+                    act=act,
+                    most_resident=self.most_resident,
+                    most_on_device=self.most_on_device,
                 )
             if split is not None:
                 times = self.model.times(load, split, number)

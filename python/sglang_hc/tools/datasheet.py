@@ -192,6 +192,7 @@ def streamed_model(
         per_new=(2 * shape.layer_params + shape.attention_flops_per_token) / rates.flops,
         per_pair=shape.attention_flops_per_pair / rates.flops,
         per_round=ROUND_SECONDS + shape.kv_projection_params * stored.weight / rates.memory,
+        outside=2.0 * shape.vocab * shape.hidden_size / rates.memory,
         active=shape.layer_params / shape.stored_params,
         host=host,
         device=device * (1 - RESERVED) - shape.embedding_params * 2.0,

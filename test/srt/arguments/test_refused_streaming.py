@@ -210,7 +210,7 @@ TABLE: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str]] = {
     "weights that fit": (
         auto(device=80e9),
         r"--hc-throughput auto: the weights fit \(55.1 of 74.5 GiB\); SGLang alone is modelled at "
-        r"163 tokens/s, streaming at 21\.1; leave the flag out",
+        r"161 tokens/s, streaming at 21\.1; leave the flag out",
     ),
     "weights ahead are faster": (
         auto(device=50e9, host=61e9, kv_gen=math.inf),

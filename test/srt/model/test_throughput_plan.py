@@ -46,7 +46,7 @@ RUNNER: Any = SimpleNamespace(
     dtype=torch.bfloat16,
     device="cuda",
     gpu_id=0,
-    model_config=SimpleNamespace(hidden_size=256, context_len=4096),
+    model_config=SimpleNamespace(hidden_size=256, context_len=4096, vocab_size=1000),
     server_args=None,
 )
 
@@ -83,6 +83,7 @@ def test_costs_are_those_that_were_measured() -> None:
     assert (model.per_new, model.per_pair, model.read_kv) == (2e-6, 3e-9, 4e-9)
     assert model.active == 0.25 and model.read_w * model.active == pytest.approx(5e-3)
     assert model.per_round == ROUND_SECONDS + 7e-5
+    assert model.outside == pytest.approx(model.read_w * 1000 * 512 / LAYER)
 
 
 def test_learned_factors_count() -> None:

@@ -15,6 +15,7 @@ from sglang_hc.policy.cost_model import LONG_HISTORY, CostModel, SourceTier
 from sglang_hc.policy.streamed_pass import PLACES, ROUND_SECONDS, StreamedModel
 from sglang_hc.policy.streaming import ThroughputSpec
 from sglang_hc.policy.streaming_plan import (
+    AUTO,
     Setting,
     StreamingPlan,
     comparison,
@@ -76,7 +77,7 @@ def settle_streaming(
     found = comparison(setting)
     for line in lines(setting, plan, found):
         logger.info("sglang-hc: --hc-throughput: %s", line)
-    if spec == ThroughputSpec() and found is not None:
+    if spec == AUTO and found is not None:
         refuse_slower(setting, plan, found)
     served = plan.served
     logger.info(
@@ -140,23 +141,28 @@ def _streamed_model(
     hidden, kv_gen = shape.hidden_bytes, math.inf
     if no_hidden is None and 0 < hidden <= shape.kv_bytes:
         kv_gen = max(LEAST, cost.project_kv(many) / many)
+    config = runner.model_config
+    hidden_bytes = config.hidden_size * runner.dtype.itemsize
     crossing = weights.layer_bytes
     active = min(1.0, layer_weights(runner.model) / stored_weights(runner.model))
     prefill, project = cost.prefill, cost.project
+    read_w = max(LEAST, prefill.floor / active)
+    output_layer = config.vocab_size * hidden_bytes / layer_bytes(runner.model)
     return StreamedModel(
         layers=shape.num_layers,
         weights=crossing,
         kv=float(shape.kv_bytes),
-        act=float(hidden or runner.model_config.hidden_size * runner.dtype.itemsize),
+        act=float(hidden or hidden_bytes),
         load_w=crossing * load_kv / shape.kv_bytes,
         load_kv=load_kv,
         load_act=load_kv * hidden / shape.kv_bytes,
         kv_gen=kv_gen,
-        read_w=max(LEAST, prefill.floor / active),
+        read_w=read_w,
         read_kv=prefill.per_context,
         per_new=max(LEAST, prefill.per_token),
         per_pair=prefill.per_pair,
         per_round=ROUND_SECONDS + (0.0 if project is None else project.floor),
+        outside=read_w * output_layer,
         active=active,
         host=0.0,
         device=0.0,
