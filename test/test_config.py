@@ -239,7 +239,7 @@ def test_the_default_size_of_one_process_is_bounded(
 
 
 def test_a_size_that_is_given_is_not_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "total_memory", lambda: 2000 * GIB)
+    monkeypatch.setattr(memory, "total_memory", lambda: 2000 * GIB)
     assert config.host_bytes(HcConfig(host_size_gb=800)) == 800 * GIB
 
 

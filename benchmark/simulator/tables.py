@@ -240,6 +240,20 @@ def rounds() -> str:
     return table(["conversations", "queue", "lru", "fifo"], rows)
 
 
+def writes() -> str:
+    runs, rows = load("writes"), []
+    for name in dict.fromkeys(run["load"] for run in runs):
+        found = [find(runs, load=name, arm=arm) for arm in ("all", "second-use", "5e12")]
+        everything = found[0]["disk_written_gb"]
+        cells = [
+            f"{hit_and_restored(one)}, {percent(one['disk_written_gb'] / everything)}"
+            for one in found
+        ]
+        rows.append([name, f"{everything:,.0f}", *cells])
+    arms = ("all", "second-use", "5 TB a day")
+    return table(("load", "GB written with all", *arms), rows)
+
+
 def bound() -> str:
     closed = [run for run in load("policies") if run["disk"] == 2_000]
     runs = [{**run, "case": "attentionstore, 2 TB"} for run in closed] + load("bound")
@@ -276,7 +290,8 @@ def sensitivity() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    made.__name__: made for made in (models, times, long, policies, rounds, bound, sensitivity)
+    made.__name__: made
+    for made in (models, times, long, policies, rounds, writes, bound, sensitivity)
 }
 
 

@@ -11,10 +11,11 @@ import msgspec
 
 from sglang_hc.errors import ConfigError, convert, decode_json
 from sglang_hc.forms import LayerPlan
-from sglang_hc.memory import GIB, available_memory, total_memory
+from sglang_hc.memory import GIB, available_memory, check_host_size
 from sglang_hc.policy.eviction import POLICIES
 from sglang_hc.policy.offload import check_size
 from sglang_hc.policy.streaming import ThroughputSpec
+from sglang_hc.policy.writing import WriteRule
 from sglang_hc.profile_file import read_profile
 from sglang_hc.store.disk import DirectoryError, DirectorySpec
 from sglang_hc.store.ownership import read_remote_key
@@ -46,6 +47,7 @@ class HcConfig(msgspec.Struct, frozen=True):
     forms: str = "auto"
     disable: bool = False
     disk: tuple[str, ...] = ()
+    write: str = "all"
     eviction: str = "queue"
     prefetch: str = "queue"
     trace: str | None = None
@@ -136,19 +138,6 @@ def _between(low: float, high: float, what: str) -> Callable[[float], None]:
     return check
 
 
-def _check_host_size(gib: float) -> None:
-    """Raise ConfigError unless `gib` is a size that this machine's memory can hold."""
-    if not 0 < gib < float("inf"):
-        raise ConfigError(f"must be above 0 GiB, got {gib:g}")
-    total = total_memory()
-    if gib * GIB > total:
-        raise ConfigError(
-            f"{gib:g} GiB is larger than this machine's memory "
-            f"({total / GIB:.1f} GiB); give at most what is free "
-            f"({available_memory() / GIB:.1f} GiB now)"
-        )
-
-
 def _check_forms(text: str) -> None:
     """Raise ConfigError unless `text` reads as a plan; whether it fits is known with the model."""
     if text in ("auto", "kv", "hidden"):
@@ -235,6 +224,9 @@ _BELOW = Need(
     lambda config: bool(config.disk) or config.remote is not None or config.overflow == "reembed",
     "--hc-disk, --hc-remote or --hc-overflow reembed",
 )
+_STORE = Need(
+    lambda config: bool(config.disk) or config.remote is not None, "--hc-disk or --hc-remote"
+)
 _OFFLOAD = Need(lambda config: config.offload_gb != 0, "--hc-offload-gb")
 _OVERFLOW = Need(lambda config: config.overflow != "off", "--hc-overflow recompute or reembed")
 
@@ -268,7 +260,7 @@ FLAGS: dict[str, Flag] = {
         f"size of the host tier in GiB (default: {HOST_SHARE:.0%} of the free memory, "
         f"at most {HOST_MOST_GIB} for each GPU)",
         "GIB",
-        check=_check_host_size,
+        check=check_host_size,
     ),
     "forms": Flag(
         "form of each layer off the device: auto, kv, hidden, or counts such as "
@@ -282,6 +274,13 @@ FLAGS: dict[str, Flag] = {
         "80% of what is free)",
         "DIR[:SIZE_GB]",
         check=check_disk,
+    ),
+    "write": Flag(
+        "which blocks go to disk and to a remote store: all, or those that are used a second time "
+        "and others while such as they often are, or as far as so many bytes a day go",
+        "all|second-use|BYTES_PER_DAY",
+        check=WriteRule.parse,
+        need=_STORE,
     ),
     "eviction": Flag(
         "what leaves a tier first: queue evicts what no waiting request needs, lru is for "

@@ -26,6 +26,19 @@ def available_memory() -> int:
     return min([meminfo("MemAvailable"), *rooms])
 
 
+def check_host_size(gib: float) -> None:
+    """Raise ConfigError unless `gib` is a size that this machine's memory can hold."""
+    if not 0 < gib < float("inf"):
+        raise ConfigError(f"must be above 0 GiB, got {gib:g}")
+    total = total_memory()
+    if gib * GIB > total:
+        raise ConfigError(
+            f"{gib:g} GiB is larger than this machine's memory "
+            f"({total / GIB:.1f} GiB); give at most what is free "
+            f"({available_memory() / GIB:.1f} GiB now)"
+        )
+
+
 def meminfo(field: str) -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith(field + ":"):

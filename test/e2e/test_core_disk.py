@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.store.disk.folders import FORMAT_NAME
 from sglang_hc.store.disk.opening import make_root
 from support.core import Once, Reply, run_in_child
@@ -75,6 +76,22 @@ def test_a_directory_of_another_format_is_refused_in_one_line(models: None, tmp_
     message, shown = run_in_child(refusal, str(tmp_path))
     assert f"--hc-disk {tmp_path}: written in disk format 99" in message
     assert not any("factory.py" in line for line in shown), shown
+
+
+def written_by_turns(*below: str) -> list[int]:
+    core = server("kv", *below, "--hc-write", "second-use")
+    first = core.ask(PROMPT, 60).tokens
+    core.settle()
+    before = core.tree.stats()
+    core.ask(history(first), 24)
+    core.settle()
+    return [stats.get("disk_saved_blocks", 0) for stats in (before, core.tree.stats())]
+
+
+@pytest.mark.slow
+def test_a_turn_that_comes_back_is_written(models: None, tmp_path: Path) -> None:
+    counts = run_in_child(written_by_turns, *on_disk(tmp_path))
+    assert counts == [0, STORED // BLOCK_TOKENS]
 
 
 def flushed(*below: str) -> tuple[list[int], Reply, Reply]:

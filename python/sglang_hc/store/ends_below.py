@@ -89,11 +89,11 @@ class EndsBelow:
         host: HostTier,
         coming: Promotions,
         clock: Callable[[], float] = time.monotonic,
-        is_kept: Callable[[str | None], bool] = lambda namespace: True,
+        is_kept: Callable[[BlockNode], bool] = lambda node: True,
         pause: Callable[[], None] = lambda: time.sleep(0.001),
     ) -> None:
         """io: of end parts, over their pool. coming: blocks on their way into host memory. is_kept:
-        whether the parts of a namespace are written. pause: see `LowerTier`."""
+        whether the part of a block may be written. pause: see `LowerTier`."""
         self._io = io
         self._ends = ends
         self._host = host
@@ -132,7 +132,7 @@ class EndsBelow:
         node, name = part.node, self.part_id(part.node.block_id)
         if not self._usable or part.source is not SourceTier.HOST or not self._io.wants(name):
             return
-        if not self._is_kept(node.namespace):
+        if not self._is_kept(node):
             return
         label, position = clip_label(node.namespace or ""), len(node.path()) - 1
         block = Block(name, node.block_id, label, position, b"")

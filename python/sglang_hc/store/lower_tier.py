@@ -1,6 +1,7 @@
 """Below the host tier: full blocks are written there once, and come back ahead of admission.
 
-    write_through  a block whose bytes are in place is written; it stays pinned meanwhile
+    write_through  a block whose bytes are in place is written, unless its path must be used first
+               (`--hc-write`); it stays pinned meanwhile
     fetch      blocks a queued request needs are read into staged host slots and published in path
                order (tree/promotions.py); which and when, the look at the queue decides
     failure    a block that cannot be written is not on disk; one that cannot be read or verified is
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import IsProtected
+from sglang_hc.policy.writing import WriteAdmission
 from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone, BlockIo, count_write
 from sglang_hc.store.disk.format import clip_label
@@ -71,11 +73,15 @@ class LowerTier:
         on_read: OnRead = not_observed,
         pause: Callable[[], None] = lambda: time.sleep(0.001),
         block_seconds: BlockSeconds = lambda tier: 0.0,
+        admission: WriteAdmission | None = None,
+        is_kept: Callable[[str | None], bool] = lambda namespace: True,
     ) -> None:
-        """pause: between two polls of somebody who cannot go on before the answers are there."""
+        """pause: between two polls of somebody who cannot go on before the answers are there.
+        admission: which blocks may be written; None for all. is_kept: whether what is in a
+        namespace is written."""
         self._io = io
         self._host = host
-        self.now = clock
+        self.now, self.began = clock, clock()
         self._usable = True
         self.coming = Promotions(host)
         self.ends: EndsBelow | None = None
@@ -101,12 +107,21 @@ class LowerTier:
         self._watches = {tier: ReadWatch(tier, on_read) for tier in below}
         self._pause = pause
         self._block_seconds = block_seconds
+        self._admission = admission
+        self._is_kept = is_kept
 
     # -- write through ---------------------------------------------------------------------------
 
     def write_through(self, node: BlockNode) -> None:
-        """A block's bytes are in place: write it, unless it is a tail or on disk already."""
+        """A block's bytes are in place: write it, unless it is a tail or on disk already, or the
+        path must be used first."""
+        if self._admission is None:
+            self._write(node)
+
+    def _write(self, node: BlockNode) -> None:
         if not self._usable or not node.is_full or not self._io.wants(node.block_id):
+            return
+        if not self._is_kept(node.namespace):
             return
         path = node.path()
         if not self._distrusted.isdisjoint(one.block_id for one in path):
@@ -122,14 +137,34 @@ class LowerTier:
         self._host.pin([node])
         self._writes[ticket] = node
 
-    def save_again(self, path: Iterable[BlockNode]) -> None:
-        """A path was used: write those of its blocks whose writes failed, if writes end well
-        again."""
-        if self._unsaved and self._can_write:
+    def path_used(self, path: Sequence[BlockNode]) -> None:
+        """A path was used: write those of its blocks whose writes failed, if writes end well again,
+        and those that are worth it now."""
+        if self._admission is not None and path and self._is_kept(path[0].namespace):
+            self._write_admitted([node for node in path if node.is_full], self._admission)
+        elif self._unsaved and self._can_write:
             for node in path:
                 if node.block_id in self._unsaved and node.ready and node.moved is None:
                     del self._unsaved[node.block_id]
-                    self.write_through(node)
+                    self._write(node)
+
+    def _write_admitted(self, path: Sequence[BlockNode], admission: WriteAdmission) -> None:
+        """Up to the first block that may not be written: what is behind it could not be found."""
+        for node in path[: admission.used([node.block_id for node in path])]:
+            if not node.ready or node.moved is not None:
+                return
+            if self._io.wants(node.block_id):
+                if not admission.take(self.now()):
+                    return
+                self._write(node)
+            if self.ends is not None and node.end is not None and node.end.ready:
+                self.ends.write_through(node.end)
+
+    def keeps_end_of(self, node: BlockNode) -> bool:
+        """Whether the end part of a block may be written: where the block itself is."""
+        if not self._is_kept(node.namespace):
+            return False
+        return self._admission is None or self.holds(node.block_id)
 
     # -- fetch -----------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from sglang_hc.capture.capture import Capture, Segment
 from sglang_hc.capture.states import StateCapture
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.forms import BlockLayout
+from sglang_hc.policy.writing import DAY_S
 from sglang_hc.profile_file import CachedProfile
 from sglang_hc.queue.meeting import Meetings
 from sglang_hc.queue.queue_view import QueueView
@@ -84,15 +85,18 @@ class Tiers:
 
     # -- upkeep ----------------------------------------------------------------------------------
 
-    def used(self, prefix: Prefix, pin: tuple[str, float] | None = None) -> None:
-        """A request is over: the path of its tokens was used, wherever it came from. pin: the
-        session and the seconds for which it asked to hold that."""
+    def used(
+        self, prefix: Prefix, pin: tuple[str, float] | None = None, *, is_over: bool = True
+    ) -> None:
+        """A request is over, or comes back later: the path of its tokens was used, wherever it came
+        from. pin: the session and the seconds for which it asked to hold that."""
         if self.disk is not None:
             tree = self.host.tree
             nodes = tree.match(prefix).nodes
             origins = [node.moved.origin for node in nodes if node.moved is not None]
             self.disk.touch([*tree.identities(prefix), *origins])
-            self.disk.save_again(nodes)
+            if is_over:
+                self.disk.path_used(nodes)
             if self.disk.ends is not None:
                 self.disk.ends.touch([node for node in nodes if node.is_full])
         if pin is not None:
@@ -222,9 +226,21 @@ class Tiers:
         if self.disk is not None:
             found |= self.disk.levels()
             found["fetches_under_way"] = len(self.disk.coming)
+            found["disk_bytes_per_day"] = self._disk_bytes(self.disk) / self._days(self.disk)
         if self.restorer.planner.costs is not None:
             found |= self.restorer.planner.costs.levels()
         return found
+
+    def _disk_bytes(self, disk: LowerTier) -> int:
+        """That this server has written to disk since its start."""
+        found = disk.counters["disk_saved_blocks"] * self.layout.slot_bytes
+        if self.ends is not None:
+            found += disk.counters["disk_saved_end_parts"] * self.ends.layout.slot_bytes
+        return found
+
+    @staticmethod
+    def _days(disk: LowerTier) -> float:
+        return max(1.0, disk.now() - disk.began) / DAY_S
 
     def counts(self) -> dict[str, int]:
         """Numbers that only grow; one that never counted is absent."""

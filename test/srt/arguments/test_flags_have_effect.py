@@ -53,6 +53,7 @@ WITH = {
         "queue",
         [("--hc-disk", "/tmp:1"), SHARED, ("--hc-overflow", "reembed")],
     ),
+    "write": ("second-use", [("--hc-disk", "/tmp:1"), SHARED]),
     "throughput": ("auto", [("--hc-offload-gb", "auto")]),
     **{
         name: (value, [("--hc-overflow", "recompute"), ("--hc-overflow", "reembed")])

@@ -14,7 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.server_args import ServerArgs
 
 from benchmark.throughput.paper import paper_model
@@ -73,6 +75,15 @@ def masked(patch: pytest.MonkeyPatch) -> None:
     runner = SimpleNamespace(model=model, model_config=SimpleNamespace(is_multimodal=True))
     plan: Any = SimpleNamespace(streaming=None)
     begin_streaming(runner, plan, None)
+
+
+def reading(*attentions: RadixAttention) -> Callable[[pytest.MonkeyPatch], object]:
+    """A model whose layers attend so."""
+    runner = SimpleNamespace(
+        model=torch.nn.ModuleList(attentions), model_config=SimpleNamespace(is_multimodal=False)
+    )
+    plan: Any = SimpleNamespace(streaming=None)
+    return lambda patch: begin_streaming(runner, plan, None)
 
 
 def scaled(**how: Any) -> Callable[[pytest.MonkeyPatch], object]:
@@ -166,6 +177,14 @@ TABLE: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str]] = {
     ),
     "latent KV": (latent, "--hc-throughput: the latent KV .*; leave the flag out"),
     "masks": (masked, "--hc-throughput: images .*; leave the flag or --enable-multimodal out"),
+    "K and V of another layer": (
+        reading(*(RadixAttention(1, 8, 1.0, 1, layer_id=layer) for layer in (0, 1, 1))),
+        "--hc-throughput: layers of this model attend to .* another layer .*; leave the flag out",
+    ),
+    "K and V of an encoder": (
+        reading(RadixAttention(1, 8, 1.0, 1, layer_id=0, is_cross_attention=True)),
+        "--hc-throughput: layers of this model attend to .* an encoder, .*; leave the flag out",
+    ),
     "KV of 4 bits": (scaled(quant_method=object()), "--hc-throughput: .*; leave the flag out"),
     "KV in blocks": (scaled(dtype="mxfp8"), "--hc-throughput: .*; leave the flag out"),
     "memory that is not free": (

@@ -48,6 +48,25 @@ def test_simulate_reads_any_config_and_plan(capsys, tmp_path):
     assert bytes_of["kv"] == 2 * bytes_of["hidden"]
 
 
+def written(capsys, rule, share):
+    load = ["simulate", "--workload", "attentionstore", "--sessions", "120", "--model", "llama-13b"]
+    tiers = ["--dram-gb", "15", "--disk-gb", "4000", "--multi-turn-share", share, "--write", rule]
+    assert main([*load, *tiers, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    return data["disk_written_gb"], data["hit_rate"]
+
+
+def test_what_nobody_uses_again_is_not_written(capsys):
+    everything, _ = written(capsys, "all", "0.01")
+    assert 0 < written(capsys, "second-use", "0.01")[0] <= 0.02 * everything
+
+
+def test_chats_hit_what_they_hit_with_everything_written(capsys):
+    everything, hits = written(capsys, "all", "0.73")
+    some, found = written(capsys, "second-use", "0.73")
+    assert some < everything and hits > 0.2 and found >= hits - 0.02
+
+
 def test_simulate_describes_and_plots(capsys, tmp_path):
     plot = tmp_path / "hits.png"
     assert main(["simulate", *SMALL, *SIZES, "--plot", str(plot), "--schedule", "ready-first"]) == 0
@@ -76,6 +95,7 @@ def test_simulate_describes_and_plots(capsys, tmp_path):
         ([*SMALL, *SIZES, "--kv-tokens", "9999", "--hbm-gb", "1"], "--hbm-gb: --kv-tokens holds"),
         ([*SMALL, *SIZES, "--multi-turn-share", "2"], "--multi-turn-share '2': give a number"),
         (["--workload", "l-eval", *SMALL[2:], *SIZES, "--tokens-per-turn", "9"], "only attention"),
+        ([*SMALL, *SIZES, "--write", "some"], "--write: must be all, second-use, or bytes a day"),
         ([*SMALL, *SIZES, "--plot", "/nowhere/x.png"], "--plot /nowhere/x.png: cannot be"),
     ],
 )

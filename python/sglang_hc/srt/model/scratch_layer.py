@@ -84,6 +84,13 @@ def _attention_in(model: torch.nn.Module) -> RadixAttention:
     return min(found, key=lambda radix: radix.qk_head_dim + radix.v_head_dim)
 
 
+def reads_elsewhere(model: torch.nn.Module) -> bool:
+    """Whether a layer attends to K and V that it has not computed itself: those of another layer
+    (Gemma 3n), or of an encoder."""
+    found = _attentions(model).values()
+    return len(found) > _layers_of(model) or any(radix.is_cross_attention for radix in found)
+
+
 def _layers_of(model: torch.nn.Module) -> int:
     return len({radix.layer_id for radix in _attentions(model).values()})
 

@@ -14,7 +14,7 @@ from sglang_hc.policy.streaming_plan import StreamingPlan
 from sglang_hc.srt.binding import arguments
 from sglang_hc.srt.model.families import LayerAdapter
 from sglang_hc.srt.model.offload import masks_images
-from sglang_hc.srt.model.scratch_layer import model_shape
+from sglang_hc.srt.model.scratch_layer import model_shape, reads_elsewhere
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +24,12 @@ STREAMED = "_hc_streamed"
 MASKED = (
     "--hc-throughput: images of this model attend in both directions, by a mask that SGLang gives "
     "to its own attention back end alone; leave the flag or --enable-multimodal out"
+)
+
+
+ELSEWHERE = (
+    "--hc-throughput: layers of this model attend to K and V of another layer or of an encoder, "
+    "and only their own are in the places; leave the flag out"
 )
 
 
@@ -45,9 +51,12 @@ def streamed_of(model: Any) -> Streamed | None:
 
 def begin_streaming(runner: Any, plan: StreamingPlan, layers: list[LayerAdapter] | None) -> None:
     """Keep state as it was settled, and have SGLang count with as many slots. layers: None where
-    hidden states cannot be used. Raises ConfigError for a model that masks its images."""
+    hidden states cannot be used. Raises ConfigError for a model that masks its images, or whose
+    layers read what another one has computed."""
     if masks_images(runner):
         raise ConfigError(MASKED)
+    if reads_elsewhere(runner.model):
+        raise ConfigError(ELSEWHERE)
     streaming = plan.streaming
     arguments.set_pool_tokens(arguments.of(runner), streaming.tokens)
     logger.info(

@@ -55,7 +55,6 @@ from sglang_hc.srt.model.window_pool import WindowPool, full_attention, window_p
 from sglang_hc.srt.ranks.decisions import ranks_of
 from sglang_hc.srt.ranks.replicas import host_share, place_of
 from sglang_hc.srt.ranks.start_group import StartGroup
-from sglang_hc.srt.requests.self_test import is_of_test
 from sglang_hc.srt.scheduling.speculation import draft_layers
 from sglang_hc.srt.start.build_ends import (
     end_path,
@@ -363,7 +362,7 @@ def _capture(
     state = DeviceState(device.pool, taken.taps, taken.verified, hidden, kv)
 
     def on_ready(node: BlockNode) -> None:
-        if disk is not None and not is_of_test(node.namespace):
+        if disk is not None:
             disk.write_through(node)
 
     saver = None

@@ -11,6 +11,7 @@ from typing import Any
 from sglang_hc.config import ConfigError, shared_directory
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.planner import RestorePlanner
+from sglang_hc.policy.writing import WriteAdmission, WriteRule
 from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.srt.arguments.storage_backends import remote_key, remote_store
 from sglang_hc.srt.binding import arguments
@@ -45,13 +46,18 @@ def lower_tier(
         return None
     costs, seconds = planner.costs, planner.block_read_seconds
     on_read = partial(costs.observe_read, planner.plan) if costs is not None else not_observed
-    tier = LowerTier(below, host, ranks.clock, on_read, ranks.pause, seconds)
+    admission = None
+    rule = WriteRule.parse(model.config.write)
+    if rule is not None:
+        admission = WriteAdmission(rule, memory.pool.layout.slot_bytes, ranks.clock())
+    tier = LowerTier(below, host, ranks.clock, on_read, ranks.pause, seconds, admission, _is_kept)
     if ends is not None and memory.ends is not None:
         own = ends.layout.fingerprint(fingerprint)
         parts = _stores(model, memory.ends, own, counters)
         io = _one_behind_another(model, parts, ranks, ends=True)
         assert io is not None
-        tier.ends = EndsBelow(io, ends, host, tier.coming, ranks.clock, _is_kept, ranks.pause)
+        kept = tier.keeps_end_of
+        tier.ends = EndsBelow(io, ends, host, tier.coming, ranks.clock, kept, ranks.pause)
     return tier
 
 

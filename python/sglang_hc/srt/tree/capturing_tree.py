@@ -142,7 +142,8 @@ class CapturingTree(WindowTree):
         tokens = fields.first_ids(req, keep)
         length = len(tokens) // self.page_size * self.page_size
         left = self.commit(req, tokens, length, final=True)
-        self.tiers.used(left, None if retracted else self._pin_of(req))
+        pin = None if retracted else self._pin_of(req)
+        self.tiers.used(left, pin, is_over=not retracted)
         if retracted:
             self.capture.counters["retracted_tokens"] += length
         else:

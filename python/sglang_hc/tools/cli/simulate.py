@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from sglang_hc.config import FLAGS
+from sglang_hc.policy.writing import WriteRule
 from sglang_hc.tools.cli.load import add_load_options, read_setup, turns_bar
-from sglang_hc.tools.cli.main import UsageError, number
+from sglang_hc.tools.cli.main import UsageError, blaming, number
 from sglang_hc.tools.simulator.run import AT_TURN, SIMULATED_POLICIES, Result, simulate
 
 
@@ -32,6 +33,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="disk to host; off: the disk is never read, as in the server; at-turn: when a request "
         "is admitted (default: queue with queue and belady, else at-turn)",
     )
+    write = FLAGS["write"]
+    parser.add_argument("--write", default="all", metavar=write.metavar, help=write.help)
     parser.add_argument(
         "--schedule",
         choices=("fcfs", "ready-first"),
@@ -47,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
     dram, disk = number("--dram-gb", args.dram_gb), number("--disk-gb", args.disk_gb)
     setup = read_setup(args, dram * 1e9, disk * 1e9, args.policy)
     serving = replace(setup.serving, ready_first=args.schedule == "ready-first")
-    setup = replace(setup, prefetch=args.prefetch, serving=serving)
+    with blaming("--write"):
+        WriteRule.parse(args.write)
+    setup = replace(setup, write=args.write, prefetch=args.prefetch, serving=serving)
     sizes = setup.sizes
     if args.policy == "none":
         if dram or disk:
@@ -93,6 +98,7 @@ def describe(result: Result) -> str:
             "GPU time",
             f"prefill {gpu.prefill:.0f} s, decode {gpu.decode:.0f} s, idle {gpu.idle:.0f} s",
         ),
+        ("written", f"{data['disk_written_gb']:.1f} GB to disk"),
         ("output", f"{data['output_tokens_per_second']:.1f} tokens/s"),
         ("simulated", f"{gpu.now:.0f} s in {result.seconds:.1f} s"),
     ]

@@ -73,7 +73,7 @@ def view(readings: Sequence[Reading], before: Mapping[str, Reading]) -> list[str
         lines.append(_row(one, before.get(one.url)))
         if one.note is not None:
             lines.append(f"    {_shown(one.note)}")
-    lines += _decisions(readings)
+    lines += [*_decisions(readings), *_written(readings)]
     slow = [(one, slow) for one in readings for slow in one.slowest]
     slow.sort(key=lambda pair: pair[1].seconds, reverse=True)
     if slow:
@@ -130,6 +130,13 @@ def _decisions(readings: Sequence[Reading]) -> list[str]:
         f"host hits   {_counted(decided)}",
         f"because     {_counted(reasons)}; the disk came too late for {late:.0f}",
     ]
+
+
+def _written(readings: Sequence[Reading]) -> list[str]:
+    """What the servers that have a disk write to it."""
+    rates = [one.numbers.get("disk_bytes_per_day") for one in readings]
+    known = [rate for rate in rates if rate is not None]
+    return [f"to disk     {sum(known) / 1e9:.3g} GB a day since the start"] if known else []
 
 
 def _slow_line(url: str, slow: Slow) -> str:

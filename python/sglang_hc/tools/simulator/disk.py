@@ -39,7 +39,7 @@ class SimulatedDisk:
         self.num_slots = num_slots
         self._policy = policy
         self._blocks: dict[bytes, DiskBlock] = {}
-        self.evicted_blocks = 0
+        self.written_blocks = self.evicted_blocks = 0
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -66,6 +66,7 @@ class SimulatedDisk:
         if above is not None:
             above.children += 1
         self._blocks[block_id] = block
+        self.written_blocks += 1
         self._policy.insert(block)
         if len(self._blocks) > self.num_slots:
             for victim in self._policy.victims():

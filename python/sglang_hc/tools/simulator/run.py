@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import POLICIES
+from sglang_hc.policy.writing import WriteAdmission, WriteRule
 from sglang_hc.queue.lookahead import EVICTION_STRETCH
 from sglang_hc.tools.simulator.clairvoyant import BeladyPolicy, Oracle, replay
 from sglang_hc.tools.simulator.costs import ATTENTIONSTORE_MACHINE, AnyMachine, GpuCosts
@@ -29,10 +30,10 @@ Progress = Callable[[int], None]
 class Setup:
     """A server and its load.
 
-    policy: one of SIMULATED_POLICIES. prefetch: None for the policy's own, queue for `queue` and
-    `belady`, at-turn for the others (AttentionStore section 4.3.3). stretch: eviction window over
-    the paper's. Sizes in bytes. device: for idle state. kv_tokens: of a KV pool that running
-    requests and idle state share, in its place; None for room for whatever runs.
+    policy: one of SIMULATED_POLICIES. write: as `--hc-write`. prefetch: None for the policy's own,
+    queue for `queue` and `belady`, at-turn for the others (AttentionStore section 4.3.3). stretch:
+    eviction window over the paper's. Sizes in bytes. device: for idle state. kv_tokens: of a KV
+    pool that running requests and idle state share, in its place; None for room for whatever runs.
     """
 
     workload: Workload
@@ -41,6 +42,7 @@ class Setup:
     disk: float
     device: float = 0.0
     policy: str = "queue"
+    write: str = "all"
     prefetch: str | None = None
     machine: AnyMachine = ATTENTIONSTORE_MACHINE
     serving: Serving = field(default_factory=Serving)
@@ -50,6 +52,11 @@ class Setup:
     @property
     def prefetch_mode(self) -> str:
         return self.prefetch or ("queue" if self.policy in ("queue", "belady") else AT_TURN)
+
+    @property
+    def admission(self) -> WriteAdmission | None:
+        rule = WriteRule.parse(self.write)
+        return None if rule is None else WriteAdmission(rule, self.model.slot_bytes, 0.0)
 
     @property
     def sizes(self) -> TierSizes:
@@ -71,6 +78,7 @@ class Result:
     seconds: float
     host_evictions: int
     disk_evictions: int
+    disk_writes: int
 
     def as_json(self) -> dict[str, object]:
         """Measures, settings and the wall clock; sizes in 1e9 bytes."""
@@ -80,6 +88,7 @@ class Result:
             "seconds": self.seconds,
             "policy": setup.policy,
             "prefetch": setup.prefetch_mode,
+            "write": setup.write,
             "window_stretch": setup.stretch,
             "overflow": setup.serving.overflow,
             "batch": setup.serving.max_batch,
@@ -95,6 +104,7 @@ class Result:
             "kv_tokens": setup.kv_tokens,
             "host_evictions": self.host_evictions,
             "disk_evictions": self.disk_evictions,
+            "disk_written_gb": self.disk_writes * setup.model.slot_bytes / 1e9,
         }
 
 
@@ -131,6 +141,7 @@ def simulate(setup: Setup, progress: Progress | None = None) -> Result:
         time.perf_counter() - start,
         cache.host.evicted_blocks if cache.host else 0,
         cache.disk.evicted_blocks if cache.disk else 0,
+        cache.disk.written_blocks if cache.disk else 0,
     )
 
 
@@ -144,6 +155,7 @@ def _live(
         policy=policy,
         prefetch=setup.prefetch_mode,
         stretch=setup.stretch,
+        admission=setup.admission,
     )
     engine = Engine(
         setup.workload,
@@ -169,6 +181,7 @@ def _clairvoyant(
         policy="belady",
         prefetch=setup.prefetch_mode,
         policies=lambda: BeladyPolicy(oracle),
+        admission=setup.admission,
     )
     measures = replay(setup.workload, overflow, events, cache, costs, oracle)
     measures.gpu, measures.output_tokens = recorded.gpu, recorded.output_tokens

@@ -13,6 +13,7 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, EvictionPolicy, IsProtected
 from sglang_hc.policy.planner import RestorePlanner
+from sglang_hc.policy.writing import WriteAdmission
 from sglang_hc.queue.fetch_costs import Missing
 from sglang_hc.queue.lookahead import EVICTION_STRETCH, LookAhead
 from sglang_hc.queue.meeting import Meetings, Step, TailReads
@@ -76,6 +77,7 @@ class TieredCache:
     `prefetch`: queue, on-arrival, at-turn (the disk is read when a request is admitted) or off (it
     is never read, as in a server with `--hc-prefetch off`). `stretch`: eviction window over
     (C_mem + C_disk) / S_kv. `policies` replaces the named policy, e.g. by the clairvoyant one.
+    `admission`: what is written to disk; None for everything.
     Times come from the caller.
     """
 
@@ -88,6 +90,7 @@ class TieredCache:
         prefetch: str,
         stretch: float = EVICTION_STRETCH,
         policies: Policies | None = None,
+        admission: WriteAdmission | None = None,
     ) -> None:
         self.window = LookAhead()
         self.jobs: dict[int, Job] = {}
@@ -108,6 +111,7 @@ class TieredCache:
         self.in_host = self.host.has if self.host is not None else lambda block_id: False
         self.disk = SimulatedDisk(sizes.disk, on_disk()) if sizes.disk else None
         self._disk_write_free = 0.0
+        self._admission = admission
         self.write_seconds = costs.block_seconds(SourceTier.DISK)
         if self.host is None or self.disk is None:
             prefetch = "off"
@@ -297,13 +301,7 @@ class TieredCache:
         if tail is not None:
             self._seen.add(tail)
         if self.disk is not None:
-            parent: bytes | None = None
-            for identity in chain:
-                if not self.disk.holds(identity):
-                    self._disk_write_free = max(self._disk_write_free, now) + self.write_seconds
-                    if not self.disk.write(parent, identity, self._disk_write_free):
-                        break
-                parent = identity
+            self._write(self.disk, chain, now)
         if self.pool is not None:
             self.pool.release(job.number)
         if self.device is not None:
@@ -311,6 +309,18 @@ class TieredCache:
         if self.host is not None:
             _store(self.host, kept, now)
         self.meetings.end(job.number)
+
+    def _write(self, disk: SimulatedDisk, chain: list[bytes], now: float) -> None:
+        """A path was used: write what is not on disk, as the server does (store/lower_tier.py)."""
+        admission, parent = self._admission, None
+        for identity in chain if admission is None else chain[: admission.used(chain)]:
+            if not disk.holds(identity):
+                if admission is not None and not admission.take(now):
+                    return
+                self._disk_write_free = max(self._disk_write_free, now) + self.write_seconds
+                if not disk.write(parent, identity, self._disk_write_free):
+                    return
+            parent = identity
 
 
 def _store(tier: HostTier, tokens: bytes, now: float, held: int = 0) -> None:
