@@ -58,9 +58,10 @@ demo-forms: setup
 
 test: lint models suite
 
+# By day with half of the examples of each property, by night with twice as many.
 suite:
 	$(PYTEST) -m "not slow" $(KERNEL_TESTS)
-	$(PYTEST) -m "not slow and not server" $(TWO) test
+	HC_EXAMPLES=0.5 $(PYTEST) -m "not slow and not server" $(TWO) test
 	$(PYTEST) -m "server and not slow" $(TWO) test
 
 # With a quarter of the examples of each property.
@@ -78,6 +79,7 @@ lint: setup
 nightly: models
 	$(PYTEST) -m slow $(KERNEL_TESTS)
 	$(PYTEST) -m slow test
+	HC_EXAMPLES=2 $(PYTEST) -m "not slow and not server" --ignore test/e2e test
 	$(MAKE) audit
 	$(MAKE) canary
 

@@ -1,4 +1,5 @@
-"""How many examples a property is tried with: all in `make test`, a part in `make test-fast`."""
+"""How many examples a property is tried with: half of them in `make test`, a quarter in `make
+test-fast`, twice as many by night."""
 
 from __future__ import annotations
 
