@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from sglang_hc.errors import ConfigError
 
-ENOUGH = 0.1
+ENOUGH = 0.05
 """New blocks are written while at least this share of those like them is used again."""
 
 EVIDENCE = 16
