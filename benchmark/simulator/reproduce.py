@@ -260,17 +260,12 @@ def sensitivity(paper: Paper) -> Iterator[Run]:
 def writes(_: Paper) -> Iterator[Run]:
     """`--hc-write`: what is written, and what it costs in hits."""
     model, shape = load_model("llama-13b"), workloads.ATTENTIONSTORE_SHAPE
-    single = dataclasses.replace(shape, multi_turn_share=0.01)
-    mixed = dataclasses.replace(shape, multi_turn_share=0.2)
-    loads = {
-        "one turn each": attentionstore(sessions=1125, rate=0.1, think=300.0, shape=single),
-        "one of five has several": attentionstore(
-            sessions=1125, rate=0.1, think=300.0, shape=mixed
-        ),
-        "AttentionStore's": attentionstore(sessions=1125, rate=0.1, think=300.0),
-        "sharegpt4": sharegpt4(sessions=600, rate=0.06),
-        "l-eval, Zipf 1": l_eval(sessions=500, rate=0.4),
-    }
+    shares = {"one turn each": 0.01, "one of five has several": 0.2, "AttentionStore's": 0.73}
+    loads = {"sharegpt4": sharegpt4(sessions=600, rate=0.06)}
+    loads["l-eval, Zipf 1"] = l_eval(sessions=500, rate=0.4)
+    for name, share in shares.items():
+        talks = dataclasses.replace(shape, multi_turn_share=share)
+        loads[name] = attentionstore(sessions=1125, rate=0.1, think=300.0, shape=talks)
     for name, load in loads.items():
         for rule in ("all", "second-use", "5e12"):
             setup = Setup(load, model, dram=32 * GB, disk=4_000 * GB, write=rule)
