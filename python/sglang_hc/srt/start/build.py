@@ -220,8 +220,8 @@ def _device(model: Model) -> Device:
     rows = partial(own, columns=columns_of, draft=draft)
     reach = model.params.sliding_window_size
     try:
-        pool = rows()
         windows = window_pool(whole, model.allocator, reach, runner.page_size)
+        pool = rows()
         states = state_pool(runner)
     except UnsupportedPool as error:
         raise ConfigError(f"{error}. Add --hc-disable to serve without the tiers") from None
