@@ -23,13 +23,15 @@ from sglang_hc.policy.eviction import NextUse
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.device_tree import readable
-from sglang_hc.srt.tree.window_tree import Grown, WindowTree
+from sglang_hc.srt.tree.window_tree import LATE, Grown, WindowTree
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.examples import examples
 from support.host import FINGERPRINT
 
 WINDOW = 95
 SLOTS, WINDOWS = 1024, 640
+RUNNING = 2
+"""Requests that run."""
 
 
 class Tree(WindowTree):
@@ -47,7 +49,10 @@ def tree(page: int, needs: NextUse | None = None) -> Tree:
     allocator = SWATokenToKVPoolAllocator(
         SLOTS, WINDOWS, page, torch.float32, "cpu", pool, need_sort=False
     )
-    rows = SimpleNamespace(req_to_token=torch.zeros((2, SLOTS), dtype=torch.int32))
+    rows = SimpleNamespace(
+        req_to_token=torch.zeros((2, SLOTS), dtype=torch.int32), size=8,
+        available_size=lambda: 8 - RUNNING,
+    )  # fmt: skip
     params = CacheInitParams(
         disable=False, req_to_token_pool=rows, token_to_kv_pool_allocator=allocator,
         page_size=page, sliding_window_size=WINDOW,
@@ -183,6 +188,25 @@ def test_new_slots_stay_while_their_rows_are_on_the_way(page: int, there: int) -
     allocator.swa_attn_allocator.free(left)
     cache.unlock(lock)
     check(cache)
+
+
+@pytest.mark.parametrize("page", [1, 64])
+def test_nothing_is_held_back_where_windows_run_out(page: int) -> None:
+    """SGLang would end the last request that runs, whose own rows are held back. What nobody uses
+    can leave, and counts as free."""
+    cache, key = tree(page), key_of(0, 5 * BLOCK_TOKENS)
+    compute(cache, key)
+    lock = cache.lock(cache.match_prefix(MatchPrefixParams(key=key)).last_device_node)
+    kv = SimpleNamespace(kv_committed_len=400)
+    req = SimpleNamespace(origin_input_ids=[1] * 380, output_ids=[1] * 20, kv=kv)
+    whole = 399 // BLOCK_TOKENS * BLOCK_TOKENS - cache.kept
+    windows = cache.token_to_kv_pool_allocator.swa_attn_allocator
+    windows.alloc(windows.available_size() - 2 * RUNNING * max(page, LATE))
+    assert cache.swa_retain_floor(req) == whole
+    windows.alloc(page)
+    assert cache.swa_retain_floor(req) is None
+    cache.unlock(lock)
+    assert cache.swa_retain_floor(req) == whole
 
 
 def test_windows_that_somebody_waits_for_leave_last() -> None:
