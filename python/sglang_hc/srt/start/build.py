@@ -73,7 +73,7 @@ from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.device_tree import unified_tree
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.store.executor import ThreadExecutor
-from sglang_hc.store.host_memory import HostMemory, MemorySpec, divided
+from sglang_hc.store.host_memory import HostMemory, MemorySpec, divided, least_bytes
 from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.store.scatter_queue import ScatterQueue
 from sglang_hc.tiers.recording import recorder_of
@@ -286,7 +286,7 @@ def _host_memory(model: Model, device: Device, layout: BlockLayout) -> HostMemor
     if num_slots < 1:
         raise ConfigError(
             f"--hc-host-size-gb leaves {size / GIB:.3g} GiB for each rank and holds no block; "
-            f"one block of this model takes {layout.slot_bytes / GIB:.3g} GiB; give more"
+            f"what this model needs at least takes {least_bytes(layout) / GIB:.3g} GiB; give more"
         )
     logger.info(
         "sglang-hc: layer plan %s, host tier of %.2f GiB: %d blocks, %d tokens",
