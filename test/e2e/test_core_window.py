@@ -343,6 +343,21 @@ def test_nobody_waits_for_windows_that_the_pool_never_has(model: str) -> None:
     assert run_in_child(tiny_pool, model, "0.5", *chunked) == (wanted, 64)
 
 
+def long_reply(model: str, *flags: str) -> list[int]:
+    core = engine(model, *flags)
+    reply = core.ask(PROMPT[:160], 300)
+    core.check_device()
+    return reply.tokens
+
+
+@pytest.mark.slow
+def test_what_is_held_back_ends_nobody(model: str) -> None:
+    """In a pool of 256 tokens of windows. The last request that ran was ended with an error there,
+    after fewer tokens than by SGLang alone."""
+    wanted = run_in_child(long_reply, model, "--hc-disable")
+    assert run_in_child(long_reply, model, "--swa-full-tokens-ratio", "0.4") == wanted
+
+
 # -- chats ----------------------------------------------------------------------------------------
 
 TURNS = 10

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -30,7 +31,7 @@ from support.host import FINGERPRINT
 
 WINDOW = 95
 SLOTS, WINDOWS = 1024, 640
-RUNNING = 2
+RUNNING = 1
 """Requests that run."""
 
 
@@ -207,6 +208,31 @@ def test_nothing_is_held_back_where_windows_run_out(page: int) -> None:
     assert cache.swa_retain_floor(req) is None
     cache.unlock(lock)
     assert cache.swa_retain_floor(req) == whole
+
+
+@pytest.mark.parametrize("page", [1, 64])
+@pytest.mark.parametrize("lacks", [True, False])
+def test_rows_of_running_requests_give_way_to_their_own_window(page: int, lacks: bool) -> None:
+    """Where nothing else can leave, and there is less than the next passes take; never those that
+    a pass under way reads."""
+    cache, computed = tree(page), 448
+    allocator = cache.token_to_kv_pool_allocator
+    taken = cache._take(computed, computed)
+    assert taken is not None
+    cache._pair(*taken)
+    cache.req_to_token_pool.req_to_token[1, :computed] = taken[0].to(torch.int32)
+    kv = ReqKvInfo(req_pool_idx=1, kv_committed_len=computed, kv_allocated_len=computed)
+    req = SimpleNamespace(
+        origin_input_ids=[1] * 300, output_ids=[1] * (computed - 299), kv=kv, decode_batch_idx=148
+    )
+    windows = allocator.swa_attn_allocator
+    free = 2 * RUNNING * max(page, LATE) - (page if lacks else 0)
+    windows.alloc(windows.available_size() - free)
+    cache.give_way([req])
+    window = -(-max(WINDOW, page) // page) * page
+    gone = (computed - window) // page * page if lacks else 0
+    mapped = allocator.full_to_swa_index_mapping[taken[0]]
+    assert not mapped[:gone].any() and torch.equal(mapped[gone:], taken[1][gone:])
 
 
 def test_windows_that_somebody_waits_for_leave_last() -> None:

@@ -102,6 +102,15 @@ class WindowTree(DeviceTree):
         if self.ends is None or late or self._is_short():
             theirs(req)
 
+    def give_way(self, requests: list[Any]) -> None:
+        """Second slots are lacking and nothing can leave: what is held back of requests that decode
+        goes, and what SGLang frees only together with more of them."""
+        if self.ends is None or not self._is_short():
+            return
+        for req in requests:
+            if fields.decode_steps(req) >= 1:  # the pass before that may still run
+                self.evict_sliding_windows(req, fields.settled_tokens(req))
+
     def _is_short(self) -> bool:
         """Whether second slots may run out before SGLang asks again what it may free: in this pass
         and in the next one each request that runs takes at most a page."""
