@@ -28,6 +28,7 @@ from sglang_hc.store.host_memory import (
     HostMemory,
     MemorySpec,
     divided,
+    least_bytes,
 )
 from sglang_hc.store.host_pool import EndPool
 
@@ -128,6 +129,7 @@ def test_host_memory_is_divided_by_bytes(size: int, tokens: int, row: int) -> No
     layout = blocks(EndLayout(WindowLayers((1,), tokens, (row,))))
     assert layout.ends is not None
     slots, end_slots = divided(size, layout)
+    assert (slots > 0) == (size >= least_bytes(layout))
     end = layout.ends.blocks * layout.ends.slot_bytes
     if slots:
         used = MemorySpec(layout, slots, BLOCK_TOKENS, 0, end_slots).bytes
@@ -141,6 +143,7 @@ def test_host_memory_is_divided_by_bytes(size: int, tokens: int, row: int) -> No
 def test_a_plain_model_has_no_end_parts() -> None:
     layout = blocks(None)
     assert divided(10 * layout.slot_bytes + 1, layout) == (10, 0)
+    assert least_bytes(layout) == layout.slot_bytes
     memory = HostMemory(MemorySpec(layout, 10, BLOCK_TOKENS, 0))
     assert memory.ends is None and memory.spec.bytes == 10 * layout.slot_bytes
 

@@ -96,7 +96,7 @@ def server(learned: float) -> CachedProfile:
     """Has read its costs from the cache, and learned."""
     cost = profile_file.load_cached(HERE)
     assert cost is not None
-    one = CachedProfile(cost)
+    one = CachedProfile(cost, cost)
     for _ in range(WINDOW):
         cost.observe({Resource.PREFILL: 1.0}, learned)
     return one
@@ -113,10 +113,23 @@ def test_what_a_server_learned_is_where_the_next_one_begins() -> None:
     assert found is not None and found.prefill_layer(100, 0) == pytest.approx(500.0)
 
 
+def test_what_was_measured_is_kept_and_not_what_this_start_made_of_it() -> None:
+    """A model with recurrent layers began each time with costs that were higher once more."""
+    profile_file.save_cached(COST)
+    made = replace(COST, prefill=COST.prefill.of_layers(3.0))
+    one = CachedProfile(made, COST)
+    for _ in range(WINDOW):
+        made.observe({Resource.PREFILL: 1.0}, 4.0)
+    one.close()
+    found = profile_file.load_cached(HERE)
+    assert found is not None and found.learned == {Resource.PREFILL: pytest.approx(4.0)}
+    assert replace(found, learned={}) == COST
+
+
 def test_large_changes_are_kept_at_once_and_nothing_else_is_written(cache: Path) -> None:
     """A server that is killed has kept them."""
     profile_file.save_cached(COST)
-    quiet = CachedProfile(replace(COST))
+    quiet = CachedProfile(replace(COST), COST)
     profile_file.cache_path(HERE).unlink()
     quiet.poll()
     quiet.close()

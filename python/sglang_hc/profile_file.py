@@ -120,8 +120,11 @@ class CachedProfile:
     """Keeps what a server learns for its next start. Belongs to the scheduler thread; it writes in
     a thread of its own, because the cache may be on a file system that does not answer."""
 
-    def __init__(self, cost: CostModel) -> None:
+    def __init__(self, cost: CostModel, measured: CostModel) -> None:
+        """cost: what the server decides by, which learns. measured: what it was made of for layers
+        that differ, or with the weights of this start."""
         self._cost = cost
+        self._measured = measured
         self._kept_changes = cost.changes
         self._writer: threading.Thread | None = None
 
@@ -143,7 +146,8 @@ class CachedProfile:
 
     def _write(self) -> threading.Thread:
         self._kept_changes = self._cost.changes
-        now = replace(self._cost)  # the server goes on learning
+        learned = dict(self._cost.learned)  # the server goes on learning
+        now = replace(self._measured, learned=learned, plan=self._cost.plan)
         self._writer = threading.Thread(target=save_cached, args=(now,), daemon=True)
         self._writer.start()
         return self._writer

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -245,3 +248,35 @@ def test_nothing_is_kept_of_a_block_inside_which_nobody_can_go_on() -> None:
         commit(tiers, 1, 130)
         assert kept(tiers, 1, 130) == (130 if ends is None else 128)
         assert tiers.host.staged_slots == 0
+
+
+@pytest.mark.parametrize("plan", [LayerPlan(0, 0, 2), LayerPlan(0, 2, 1)], ids=str)
+@settings(max_examples=examples(20), deadline=None)
+@given(fails=st.integers(0, 2), final=st.booleans(), before=st.sampled_from([0, 64, 100]))
+def test_an_error_while_rows_are_gathered_leaves_nothing_behind(
+    plan: LayerPlan, fails: int, final: bool, before: int
+) -> None:
+    """Slots that the request does not have yet stayed staged for ever, and its path pinned."""
+    tiers, pool, _ = build(plan, slots=40, device_slots=3000)
+    fill_pool(pool)
+    passes(tiers, [(1, 0, 250)])
+    if before:
+        commit(tiers, 1, before, final=False)
+    gather, calls = pool.gather, itertools.count()
+
+    def failing(*args: Any) -> None:
+        if next(calls) == fails:
+            raise RuntimeError("planted")
+        gather(*args)
+
+    pool.gather = failing  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="planted"):
+        commit(tiers, 1, 250, final)
+    pool.gather = gather  # type: ignore[method-assign]
+    tiers.capture.drop("1")
+    assert kept(tiers, 1, 250) == before
+    assert not tiers.host.staged_slots
+    assert not any(node.pins for node in tiers.host.tree.nodes())
+    passes(tiers, [(1, 0, 250)])
+    commit(tiers, 1, 250)
+    assert kept(tiers, 1, 250) == 250

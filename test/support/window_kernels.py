@@ -57,7 +57,8 @@ def _backend(runner: Any) -> Any:
             own = getattr(pool, "layers_mapping", {}).get(layer.layer_id, (0, False))[1]
             queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
             out = queries.new_empty((len(queries), layer.tp_q_head_num, layer.v_head_dim))
-            for rows, slots, seen in spans(self, forward_batch, window):
+            chunk = runner.attention_chunk_size if layer.use_irope else None
+            for rows, slots, seen in spans(self, forward_batch, window, chunk):
                 places = pool.translate_loc_from_full_to_swa(slots) if own else slots
                 assert bool((places > 0).all()), "a row of the window is not in its pool"
                 shape = layer.tp_k_head_num, layer.tp_q_head_num // layer.tp_k_head_num
@@ -81,19 +82,24 @@ def _backend(runner: Any) -> Any:
 
 
 def spans(
-    backend: Any, batch: Any, window: int | None
+    backend: Any, batch: Any, window: int | None, chunk: int | None = None
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """Of each request its rows in the pass, the slots of the tokens that they see, and which of
-    these each row may see: itself and the `window` tokens before it, or all."""
+    these each row may see: itself and the `window` tokens before it, or those of its chunk of
+    `chunk` tokens up to it (Llama 4), or all."""
     lengths = batch.seq_lens.tolist()
     decodes = batch.forward_mode.is_decode()
     new = [1] * len(lengths) if decodes else batch.extend_seq_lens.tolist()
     table, at = backend.req_to_token_pool.req_to_token, 0
     for request, length, count in zip(batch.req_pool_indices.tolist(), lengths, new, strict=True):
         first = 0 if window is None else max(0, length - count - window)
+        if chunk is not None:
+            first = (length - count) // chunk * chunk
         keys, own = torch.arange(first, length), torch.arange(length - count, length).unsqueeze(1)
         seen = keys <= own
         if window is not None:
             seen &= keys >= own - window
+        if chunk is not None:
+            seen &= keys // chunk == own // chunk
         yield slice(at, at + count), table[request, first:length].long(), seen
         at += count

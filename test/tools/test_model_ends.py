@@ -15,6 +15,7 @@ from sglang_hc.errors import ConfigError
 from sglang_hc.tools.cli.main import main
 from sglang_hc.tools.model_ends import kept_shape
 from support.papers import LLAMA31_8B
+from support.window_configs import CONFIGS
 
 CONTEXT = 8192
 
@@ -50,6 +51,53 @@ def test_gemma_4_has_other_rows_in_its_layers_with_full_attention() -> None:
     assert shape is not None and shape.full_layers == 1 and len(shape.ends.window.layers) == 8
     assert shape.row_bytes == 2 * 512 * 2 and shape.ends.window.parts == (2048, 2048)
     assert shape.plain_bytes == shape.row_bytes + 8 * 4096 and shape.ends.blocks == 8
+
+
+def test_chunks_of_llama_4_are_windows_as_long_as_a_chunk() -> None:
+    """Scout: three layers of four attend to 8,192 tokens."""
+    config = dict(
+        model_type="llama4",
+        text_config=dict(
+            model_type="llama4_text", dtype="bfloat16", num_hidden_layers=48, head_dim=128,
+            num_attention_heads=40, num_key_value_heads=8, hidden_size=5120,
+            attention_chunk_size=8192,
+        ),
+    )  # fmt: skip
+    shape = kept_shape(config)
+    assert shape is not None and shape.full_layers == 12 and shape.row_bytes == 4096
+    assert shape.ends.window.layers == tuple(n for n in range(48) if n % 4 != 3)
+    assert shape.ends.window.parts == (2048, 2048) and shape.ends.blocks == 128
+
+
+def test_mimo_v2_has_other_heads_in_its_windows_and_narrow_values() -> None:
+    config = dict(
+        model_type="mimo_v2_flash", torch_dtype="bfloat16", num_hidden_layers=6,
+        hybrid_layer_pattern=[0, 1, 1, 1, 1, 0], sliding_window=128, num_key_value_heads=4,
+        head_dim=192, v_head_dim=128, swa_num_key_value_heads=8, swa_head_dim=192,
+        swa_v_head_dim=128,
+    )  # fmt: skip
+    shape = kept_shape(config)
+    assert shape is not None and shape.full_layers == 2 and shape.row_bytes == 4 * 320 * 2
+    assert shape.ends.window.layers == (1, 2, 3, 4)
+    assert shape.ends.window.parts == (8 * 192 * 2, 8 * 128 * 2) and shape.ends.blocks == 2
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_models_that_are_served_in_tests_are_known(name: str) -> None:
+    shape = kept_shape(CONFIGS[name])
+    assert shape is not None and shape.full_layers < 4
+    assert shape.ends.window.tokens == 96 and shape.ends.blocks == 2
+
+
+def test_step_3_5_calls_its_heads_groups() -> None:
+    config = dict(
+        model_type="step3p5", torch_dtype="bfloat16", num_hidden_layers=2, sliding_window=512,
+        layer_types=["full_attention", "sliding_attention"], num_attention_groups=8, head_dim=128,
+        attention_other_setting=dict(num_attention_groups=4, head_dim=128),
+    )  # fmt: skip
+    shape = kept_shape(config)
+    assert shape is not None and shape.row_bytes == 8 * 256 * 2
+    assert shape.ends.window.parts == (4 * 128 * 2,) * 2
 
 
 @pytest.mark.parametrize(

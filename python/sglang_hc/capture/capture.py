@@ -206,8 +206,10 @@ class Capture:
         known = match.branches_at(kept)
         if match.tokens < kept.num_tokens:
             self._tier.pin(match.nodes)  # making room must not take the path we extend
-            self._publish(request, kept, match, slots, final)
-            self._tier.unpin(match.nodes)
+            try:
+                self._publish(request, kept, match, slots, final)
+            finally:
+                self._tier.unpin(match.nodes)
             match = self._tier.tree.match(kept)
         self._tier.access(match.nodes, self._clock())
         if end is not None and self._ends is not None:
@@ -275,31 +277,33 @@ class Capture:
         stage = self._stages.get(request)
         length = self._staged_length(stage, kept.num_tokens, known.tokens)
         blocks: list[tuple[int, int]] = []  # (block, slot), before anything is published
-        for block in range(first_block, -(-length // BLOCK_TOKENS)):
-            slot = self._slot_for(stage, block, min((block + 1) * BLOCK_TOKENS, length), final)
-            if slot is None:
-                break
-            blocks.append((block, slot))
-        if self.kv is not None and blocks:
-            self._gather_kv(self.kv, blocks, device_slots, length)
-        self.flush()
-        # Looked up only now: an empty namespace's root goes when making room empties it.
-        above = known.nodes[first_block - 1] if first_block else None
-        parent = above or self._tier.tree.root(kept.namespace)
         created: list[BlockNode] = []
-        for block, slot in blocks:
-            rows = min(BLOCK_TOKENS, length - block * BLOCK_TOKENS)
-            piece = kept.block(block)[: rows * TOKEN_BYTES]
-            outcome = self._tier.publish(parent, piece, slot, self._clock())
-            parent = outcome.node
-            if stage is not None and stage.slots.get(block) == slot:
-                del stage.slots[block]
-            if not outcome.created:
-                self._discard([slot])
-                continue
-            self.counters["kept_tokens"] += rows
-            created.append(parent)
-        self._when_scattered(created)
+        try:
+            for block in range(first_block, -(-length // BLOCK_TOKENS)):
+                slot = self._slot_for(stage, block, min((block + 1) * BLOCK_TOKENS, length), final)
+                if slot is None:
+                    break
+                blocks.append((block, slot))
+            if self.kv is not None and blocks:
+                self._gather_kv(self.kv, blocks, device_slots, length)
+            self.flush()
+            # Looked up only now: an empty namespace's root goes when making room empties it.
+            above = known.nodes[first_block - 1] if first_block else None
+            parent = above or self._tier.tree.root(kept.namespace)
+            for block, slot in blocks:
+                rows = min(BLOCK_TOKENS, length - block * BLOCK_TOKENS)
+                piece = kept.block(block)[: rows * TOKEN_BYTES]
+                outcome = self._tier.publish(parent, piece, slot, self._clock())
+                parent = outcome.node
+                if stage is not None and stage.slots.get(block) == slot:
+                    del stage.slots[block]
+                if outcome.created:
+                    self.counters["kept_tokens"] += rows
+                    created.append(parent)
+        finally:  # after an error as well: rows may be on their way
+            self._when_scattered(created)
+            left = {slot for _, slot in blocks} - {*(stage.slots.values() if stage else ())}
+            self._discard([slot for slot in left if self._tier.is_staged(slot)])
 
     def _staged_length(self, stage: _Stage | None, length: int, known: int) -> int:
         """How many of the first `length` tokens can be published: all of them, or the whole blocks
@@ -324,9 +328,9 @@ class Capture:
             return None
         if final or high == (block + 1) * BLOCK_TOKENS:
             return own
+        self.flush()  # the rows must be on their way before the copy is
         copy = self._new_slot()
         if copy is not None:
-            self.flush()  # the rows must be on their way before the copy is
             self.scatters.submit(CopyRows(own, copy, high - block * BLOCK_TOKENS))
         return copy
 

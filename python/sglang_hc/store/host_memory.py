@@ -89,6 +89,12 @@ MOST_FOR_ENDS = 1 / 3
 as large as the blocks of thousands of tokens, and a block is good for all that comes behind it."""
 
 
+def least_bytes(layout: BlockLayout) -> int:
+    """Of one block, with an end where it needs one."""
+    ends = layout.ends
+    return layout.slot_bytes + (ends.blocks * ends.slot_bytes if ends is not None else 0)
+
+
 def divided(size: int, layout: BlockLayout) -> tuple[int, int]:
     """(slots of blocks, slots of end parts) that fit into so many bytes.
 

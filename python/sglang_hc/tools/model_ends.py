@@ -13,7 +13,10 @@ from typing import Any
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import EndLayout, StateLayers, WindowLayers
 
-_WINDOWED = {"gpt_oss", "gemma4_text"}
+_WINDOWED = {
+    "gpt_oss", "gemma4_text", "llama4_text", "mimo_v2_flash", "step3p5", "laguna", "mellum",
+    "granite_swa", "spark2_5",
+}  # fmt: skip
 """Model types whose sliding windows have a pool of their own in SGLang."""
 
 _RECURRENT = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
@@ -116,21 +119,46 @@ class _Reader:
             step = self._count("full_attention_interval")
             every = ["linear_attention"] * (step - 1) + ["full_attention"]
             types = [every[n % step] for n in range(layers)]
+        if types is None and "attention_chunk_size" in self._config:  # Llama 4
+            types = ["full_attention" if n % 4 == 3 else "chunked_attention" for n in range(layers)]
+        if types is None and isinstance(pattern := self._config.get("hybrid_layer_pattern"), list):
+            types = ["sliding_attention" if one else "full_attention" for one in pattern]
         if not isinstance(types, Sequence) or len(types) != layers:
             raise ConfigError(f"{self._where}: field layer_types must name {layers} layers")
         return [str(one) for one in types]
 
     def _row(self, kind: str) -> int:
         """Bytes of a token in a layer with full attention."""
-        heads, size = self._count("num_key_value_heads"), self._count("head_dim")
+        heads, size = self._heads(), self._width()
         if kind == "gemma4_text":
             size = int(self._config.get("global_head_dim") or size)
             heads = int(self._config.get("num_global_key_value_heads") or heads)
-        return 2 * heads * size * self._size
+        return heads * (size + self._other("v_head_dim", size)) * self._size
 
     def _windows(self, layers: Sequence[int]) -> WindowLayers:
-        part = self._count("num_key_value_heads") * self._count("head_dim") * self._size
-        return WindowLayers(tuple(layers), self._count("sliding_window"), (part, part))
+        """MiMo-V2 and Step 3.5 may have other heads in them."""
+        heads = self._other("swa_num_key_value_heads", self._heads())
+        other = self._config.get("attention_other_setting")
+        if isinstance(other, Mapping):
+            heads = int(other.get("num_attention_groups") or heads)
+        key = self._other("swa_head_dim", self._width())
+        value = self._other("swa_v_head_dim", self._other("v_head_dim", key))
+        chunked = "attention_chunk_size" in self._config
+        tokens = self._count("attention_chunk_size" if chunked else "sliding_window")
+        parts = heads * key * self._size, heads * value * self._size
+        return WindowLayers(tuple(layers), tokens, parts)
+
+    def _heads(self) -> int:
+        grouped = "num_attention_groups" in self._config
+        return self._count("num_attention_groups" if grouped else "num_key_value_heads")
+
+    def _width(self) -> int:
+        if self._config.get("head_dim") is None and "hidden_size" in self._config:
+            return self._count("hidden_size") // self._count("num_attention_heads")
+        return self._count("head_dim")
+
+    def _other(self, name: str, usual: int) -> int:
+        return usual if self._config.get(name) is None else self._count(name)
 
     def _states(self, layers: Sequence[int]) -> StateLayers:
         """Of gated delta rules: the last inputs of a convolution over queries, keys and values, and

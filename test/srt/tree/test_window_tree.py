@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -23,13 +24,15 @@ from sglang_hc.policy.eviction import NextUse
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.device_tree import readable
-from sglang_hc.srt.tree.window_tree import Grown, WindowTree
+from sglang_hc.srt.tree.window_tree import LATE, Grown, WindowTree
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.examples import examples
 from support.host import FINGERPRINT
 
 WINDOW = 95
 SLOTS, WINDOWS = 1024, 640
+RUNNING = 1
+"""Requests that run."""
 
 
 class Tree(WindowTree):
@@ -47,7 +50,10 @@ def tree(page: int, needs: NextUse | None = None) -> Tree:
     allocator = SWATokenToKVPoolAllocator(
         SLOTS, WINDOWS, page, torch.float32, "cpu", pool, need_sort=False
     )
-    rows = SimpleNamespace(req_to_token=torch.zeros((2, SLOTS), dtype=torch.int32))
+    rows = SimpleNamespace(
+        req_to_token=torch.zeros((2, SLOTS), dtype=torch.int32), size=8,
+        available_size=lambda: 8 - RUNNING,
+    )  # fmt: skip
     params = CacheInitParams(
         disable=False, req_to_token_pool=rows, token_to_kv_pool_allocator=allocator,
         page_size=page, sliding_window_size=WINDOW,
@@ -183,6 +189,50 @@ def test_new_slots_stay_while_their_rows_are_on_the_way(page: int, there: int) -
     allocator.swa_attn_allocator.free(left)
     cache.unlock(lock)
     check(cache)
+
+
+@pytest.mark.parametrize("page", [1, 64])
+def test_nothing_is_held_back_where_windows_run_out(page: int) -> None:
+    """SGLang would end the last request that runs, whose own rows are held back. What nobody uses
+    can leave, and counts as free."""
+    cache, key = tree(page), key_of(0, 5 * BLOCK_TOKENS)
+    compute(cache, key)
+    lock = cache.lock(cache.match_prefix(MatchPrefixParams(key=key)).last_device_node)
+    kv = SimpleNamespace(kv_committed_len=400)
+    req = SimpleNamespace(origin_input_ids=[1] * 380, output_ids=[1] * 20, kv=kv)
+    whole = 399 // BLOCK_TOKENS * BLOCK_TOKENS - cache.kept
+    windows = cache.token_to_kv_pool_allocator.swa_attn_allocator
+    windows.alloc(windows.available_size() - 2 * RUNNING * max(page, LATE))
+    assert cache.swa_retain_floor(req) == whole
+    windows.alloc(page)
+    assert cache.swa_retain_floor(req) is None
+    cache.unlock(lock)
+    assert cache.swa_retain_floor(req) == whole
+
+
+@pytest.mark.parametrize("page", [1, 64])
+@pytest.mark.parametrize("lacks", [True, False])
+def test_rows_of_running_requests_give_way_to_their_own_window(page: int, lacks: bool) -> None:
+    """Where nothing else can leave, and there is less than the next passes take; never those that
+    a pass under way reads."""
+    cache, computed = tree(page), 448
+    allocator = cache.token_to_kv_pool_allocator
+    taken = cache._take(computed, computed)
+    assert taken is not None
+    cache._pair(*taken)
+    cache.req_to_token_pool.req_to_token[1, :computed] = taken[0].to(torch.int32)
+    kv = ReqKvInfo(req_pool_idx=1, kv_committed_len=computed, kv_allocated_len=computed)
+    req = SimpleNamespace(
+        origin_input_ids=[1] * 300, output_ids=[1] * (computed - 299), kv=kv, decode_batch_idx=148
+    )
+    windows = allocator.swa_attn_allocator
+    free = 2 * RUNNING * max(page, LATE) - (page if lacks else 0)
+    windows.alloc(windows.available_size() - free)
+    cache.give_way([req])
+    window = -(-max(WINDOW, page) // page) * page
+    gone = (computed - window) // page * page if lacks else 0
+    mapped = allocator.full_to_swa_index_mapping[taken[0]]
+    assert not mapped[:gone].any() and torch.equal(mapped[gone:], taken[1][gone:])
 
 
 def test_windows_that_somebody_waits_for_leave_last() -> None:

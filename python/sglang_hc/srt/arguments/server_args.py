@@ -18,7 +18,13 @@ from sglang.srt.environ import envs
 
 from sglang_hc.command_line import add_flags, config_from, given_flags
 from sglang_hc.config import CONFIG_ENV, ConfigError, HcConfig, flag_of, refuse_same_directory
-from sglang_hc.srt.arguments import hicache_flags, offload_flags, state_flags, throughput_flags
+from sglang_hc.srt.arguments import (
+    hicache_flags,
+    offload_flags,
+    state_flags,
+    throughput_flags,
+    window_flags,
+)
 from sglang_hc.srt.arguments.graphs import check_prefill_graphs
 from sglang_hc.srt.binding import arguments
 from sglang_hc.srt.binding.arguments import asked
@@ -198,9 +204,12 @@ def _begin(args: Any, config: HcConfig) -> None:
 
 def model_known(args: Any, previous: Step) -> None:
     """Around SGLang's choices for the model."""
-    if config_of(args) is not None:
-        state_flags.begin(args)
-    previous(args)
+    if config_of(args) is None:
+        previous(args)
+        return
+    state_flags.begin(args)
+    with window_flags.own_pool(args):
+        previous(args)
 
 
 def graphs_chosen(args: Any, previous: Step) -> None:

@@ -73,6 +73,11 @@ def can_keep_states(args: Any) -> bool:
     return bool(supports_mamba_cache_extra_buffer(resolving_view(args), config))
 
 
+def architecture(args: Any) -> str:
+    """The model's, as its config.json names it."""
+    return str((model_config_of(args).hf_config.architectures or [""])[0])
+
+
 def state_chunk(args: Any) -> int:
     """Tokens between two places of a prefill at which recurrent layers can leave a state."""
     return int(mamba_cache_chunk_size(args))

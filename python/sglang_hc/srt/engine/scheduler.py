@@ -48,9 +48,15 @@ class OwnScheduler:
         return not scheduler.is_fully_idle(ignore_waiting=scheduler._engine_paused)
 
     @property
-    def decoding(self) -> int:
+    def replying(self) -> list[Any]:
         """Requests that decode."""
-        return len(self._scheduler().running_batch.reqs)  # type: ignore[union-attr]
+        found: list[Any] = self._scheduler().running_batch.reqs  # type: ignore[union-attr]
+        return found
+
+    @property
+    def decoding(self) -> int:
+        """How many they are."""
+        return len(self.replying)
 
     def has_another(self, req: Any) -> bool:
         """Whether another request with the `rid` of this one waits or runs."""

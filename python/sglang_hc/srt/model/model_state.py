@@ -49,16 +49,18 @@ class ModelState:
     """What `after_load_model` decided for one model runner.
 
     plan: of the whole model. has_stages: other ranks have the model's other layers. own_plan: of
-    this rank's layers, numbered from 0. cost: None where the machine could not be measured.
-    layers: adapters of the held layers, None where none of them is hidden. memory: what capture
-    needs of the device. proof: what was measured of hidden form, None where it is not used. group:
-    the ranks that decided it together. weights: where they lie.
+    this rank's layers, numbered from 0. cost: to decide by; None where the machine could not be
+    measured. measured: what `cost` was made of, which the next start begins with. layers: adapters
+    of the held layers, None where none of them is hidden. memory: what capture needs of the device.
+    proof: what was measured of hidden form, None where it is not used. group: the ranks that
+    decided it together. weights: where they lie.
     """
 
     plan: LayerPlan
     has_stages: bool
     own_plan: LayerPlan
     cost: CostModel | None
+    measured: CostModel | None
     layers: list[families.LayerAdapter] | None
     memory: CaptureMemory
     proof: HiddenProof | None
@@ -113,8 +115,8 @@ def after_load_model(result: Any, self: Any) -> None:
         assert layers is not None
         proof = of_all_ranks(choose_product(layers, config.exact), group)
         reason = disagreement(proof, self.dtype) or _not_proven(self, config, proof)
-    cost = calibrate.cost_model(self, config, layers, reason is None, group)
-    cost = with_weights(self, _with_recurrent_layers(self, cost), weights, group)
+    measured = calibrate.cost_model(self, config, layers, reason is None, group)
+    cost = with_weights(self, _with_recurrent_layers(self, measured), weights, group)
     if config.throughput is not None:
         streams = settle_streaming(self, config, cost, weights, reason)
         begin_streaming(self, streams, layers if reason is None else None)
@@ -133,7 +135,8 @@ def after_load_model(result: Any, self: Any) -> None:
     cost = grow_chunk(self, cost, own, group)
     memory = take_capture_memory(self, own, group)
     layers = layers if own.hidden else None
-    state = ModelState(plan, len(stages) > 1, own, cost, layers, memory, proof, group, weights)
+    costs = cost, measured
+    state = ModelState(plan, len(stages) > 1, own, *costs, layers, memory, proof, group, weights)
     setattr(self, MODEL_STATE, state)
     if memory.taps is not None:
         assert layers is not None

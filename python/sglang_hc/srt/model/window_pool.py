@@ -1,12 +1,13 @@
 """SGLang's pool of a model with sliding windows: one pool of the layers with full attention, one of
-those with windows, which has slots of its own (gpt-oss, Gemma 4)."""
+those with windows, which has slots of its own (gpt-oss, Gemma 4, MiMo-V2). Chunks of tokens that a
+layer attends to (Llama 4) are windows there: the pool keeps as many tokens as a chunk has."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
-from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_hc.forms import BLOCK_TOKENS, EndLayout, WindowLayers
@@ -65,4 +66,6 @@ def window_pool(pool: Any, allocator: Any, tokens: int | None, page_size: int) -
         raise UnsupportedPool("a model needs layers with full attention and with windows")
     for number, layer in (*enumerate(full), *enumerate(layers)):
         assert pool.layers_mapping[layer][0] == number, "SGLang numbers these layers otherwise"
+    if isinstance(pool.full_kv_pool, MLATokenToKVPool):
+        raise UnsupportedPool("latent attention beside sliding windows was not tested")
     return WindowPool(KvPoolRows(pool.swa_kv_pool, None), full, layers, tokens)

@@ -50,6 +50,7 @@ from sglang_hc.srt.model.model_state import MODEL_STATE, ModelState, refuse_othe
 from sglang_hc.srt.model.projection import by_sglang, fastest_projection, fastest_stream
 from sglang_hc.srt.model.recompute import LayerRecomputer, recomputer_for
 from sglang_hc.srt.model.rotation import checked_rotation
+from sglang_hc.srt.model.scratch_layer import model_shape
 from sglang_hc.srt.model.state_pool import StatePool, gate_of, state_pool
 from sglang_hc.srt.model.window_pool import WindowPool, full_attention, window_pool
 from sglang_hc.srt.ranks.decisions import ranks_of
@@ -58,8 +59,9 @@ from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.srt.scheduling.speculation import draft_layers
 from sglang_hc.srt.start.build_ends import (
     end_path,
+    end_tokens,
     ends_of,
-    state_tokens,
+    of_full_layers,
     states_of,
     tree_states,
 )
@@ -70,7 +72,7 @@ from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.device_tree import unified_tree
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.store.executor import ThreadExecutor
-from sglang_hc.store.host_memory import HostMemory, MemorySpec, divided
+from sglang_hc.store.host_memory import HostMemory, MemorySpec, divided, least_bytes
 from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.store.scatter_queue import ScatterQueue
 from sglang_hc.tiers.recording import recorder_of
@@ -138,8 +140,9 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     states = states_of(device.states, memory, host, ends, scatters, copies, counters, ranks)
 
     # What SGLang sees of it.
-    if state.cost is not None and config.profile is None and not state.group.rank:
-        profile = CachedProfile(state.cost)  # rank 0 keeps what it learns; a user's stays as it is
+    if planner.costs and state.measured and config.profile is None and not state.group.rank:
+        # Rank 0 keeps what it learns; a user's profile stays as it is.
+        profile = CachedProfile(planner.costs, state.measured)
     exact = device.exactness
     tiers = Tiers(
         *(host, disk, capture, restorer, queue, retention, exact, ranks),
@@ -219,8 +222,8 @@ def _device(model: Model) -> Device:
     rows = partial(own, columns=columns_of, draft=draft)
     reach = model.params.sliding_window_size
     try:
-        pool = rows()
         windows = window_pool(whole, model.allocator, reach, runner.page_size)
+        pool = rows()
         states = state_pool(runner)
     except UnsupportedPool as error:
         raise ConfigError(f"{error}. Add --hc-disable to serve without the tiers") from None
@@ -282,7 +285,7 @@ def _host_memory(model: Model, device: Device, layout: BlockLayout) -> HostMemor
     if num_slots < 1:
         raise ConfigError(
             f"--hc-host-size-gb leaves {size / GIB:.3g} GiB for each rank and holds no block; "
-            f"one block of this model takes {layout.slot_bytes / GIB:.3g} GiB; give more"
+            f"what this model needs at least takes {least_bytes(layout) / GIB:.3g} GiB; give more"
         )
     logger.info(
         "sglang-hc: layer plan %s, host tier of %.2f GiB: %d blocks, %d tokens",
@@ -314,16 +317,21 @@ def _planner(
     # Pages lie in the slots of one block then. Of a draft model rows lie behind their block's.
     alone = BLOCK_TOKENS % model.runner.page_size == 0 and model.draft is None
     alone = alone and device.whole
+    cost, plan = state.cost, state.plan
+    if device.windows is not None:
+        plan = LayerPlan(0, 0, len(device.windows.full))
+        row = sum(device.pool.part_bytes) / model_shape(model.runner).kv_bytes
+        windows = device.windows.layout.window
+        cost = of_full_layers(cost, plan.num_layers, windows, row)
     return RestorePlanner(
-        state.cost,
-        state.plan,
+        cost,
+        plan,
         device.recomputer is not None and not state.has_stages,
         counters,
         ranks.clock,
         always=model.config.restore == "always",
         as_they_come=alone and not state.has_stages and not state.in_turn,
-        # Windows are no more than the plan counts for their layers, which are among its own.
-        end_tokens=state_tokens(layout),
+        end_tokens=end_tokens(layout),
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
 
 from sglang_hc.capture.direct import DeviceRing, DirectRows
 from sglang_hc.capture.states import StateCapture
 from sglang_hc.config import HcConfig
 from sglang_hc.device.copy_stream import CopyStream
-from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, WindowLayers
+from sglang_hc.policy.cost_model import CostModel
 from sglang_hc.policy.eviction import EvictionPolicy, make_policy
 from sglang_hc.policy.pins import SessionPins
 from sglang_hc.queue.lookahead import LookAhead
@@ -44,13 +46,38 @@ def ends_of(
     return Ends(pool.layout, pool.num_slots, host, policy, window.next_use)
 
 
-def state_tokens(layout: BlockLayout) -> float:
-    """Tokens whose blocks are as large as the states of recurrent layers at one end."""
+def end_tokens(layout: BlockLayout) -> float:
+    """Tokens whose blocks are as large as what comes back at one end: states of recurrent layers,
+    or windows."""
     ends = layout.ends
     if ends is None:
         return 0.0
     states = len(ends.state.layers) * ends.state_chunk_bytes
-    return states * BLOCK_TOKENS / layout.slot_bytes
+    windows = len(ends.window.layers) * ends.window.tokens * sum(ends.window.parts)
+    return (states + windows) * BLOCK_TOKENS / layout.slot_bytes
+
+
+def of_full_layers(
+    cost: CostModel | None, full: int, windows: WindowLayers, row: float
+) -> CostModel | None:
+    """`cost` for the `full` layers with full attention of a model, each of which takes its share of
+    those with windows with it. row: bytes of a token in one of them, over those of the layer that
+    was measured."""
+    if cost is None:
+        return None
+    count = len(windows.layers)
+    share, prefill = 1 + count / full, cost.prefill
+    prefill = replace(
+        prefill.of_layers(share),
+        per_pair=prefill.per_pair * share,
+        per_context=prefill.per_context * share,
+        window=windows.tokens,
+        windowed=count / (full + count),
+    )
+    copies = cost.copies
+    if row != 1:
+        copies = {tier: replace(one, kv=one.kv.of_bytes(row)) for tier, one in copies.items()}
+    return replace(cost, prefill=prefill, copies=copies, weights=cost.weights * share)
 
 
 def end_path(windows: WindowPool | None, memory: HostMemory) -> EndPath | None:

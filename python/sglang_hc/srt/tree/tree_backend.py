@@ -176,6 +176,8 @@ class HcRadixCache(RestoringTree):
         freed = self.audit.release() if self.audit is not None else 0
         params = replace(params, num_tokens=max(0, params.num_tokens - freed))
         result = theirs(params)
+        if result.swa_num_tokens_evicted < params.swa_num_tokens:
+            self.give_way(self.scheduler.replying)
         if result.num_tokens_evicted < params.num_tokens:
             result.num_tokens_evicted += self.prerestored.release()
         result.num_tokens_evicted += freed

@@ -6,7 +6,9 @@ last tokens are there. They are kept in whole blocks here (`EndLayout.blocks`), 
 little further back than the window, so that what is saved of a block is all of its rows.
 
 SGLang frees second slots while a request runs. This is held back, so that those before the last
-whole block are there when the request ends: at most a block's more of each running request.
+whole block are there when the request ends: at most a block's more of each running request. Where
+they run out, nothing is held back any more, at the price of an end: SGLang would end the last
+request that runs with an error.
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ class WindowTree(DeviceTree):
     def swa_retain_floor(self, theirs: SglangMethod, req: Any) -> int | None:
         """SGLang frees no second slots of a running request from this token on."""
         floor: int | None = theirs(req)
-        if self.ends is None:
+        if self.ends is None or self._is_short():
             return floor
         own = fields.settled_tokens(req) // BLOCK_TOKENS * BLOCK_TOKENS - self.kept
         return own if floor is None else min(own, floor)
@@ -96,8 +98,26 @@ class WindowTree(DeviceTree):
     def release_swa_prefix_lock(self, theirs: SglangMethod, req: Any) -> None:
         """SGLang lets the windows of a prompt go when a reply is longer than a window: a block
         later."""
-        if self.ends is None or fields.decode_steps(req) >= self.kept + BLOCK_TOKENS + LATE:
+        late = fields.decode_steps(req) >= self.kept + BLOCK_TOKENS + LATE
+        if self.ends is None or late or self._is_short():
             theirs(req)
+
+    def give_way(self, requests: list[Any]) -> None:
+        """Second slots are lacking and nothing can leave: what is held back of requests that decode
+        goes, and what SGLang frees only together with more of them."""
+        if self.ends is None or not self._is_short():
+            return
+        for req in requests:
+            if fields.decode_steps(req) >= 1:  # the pass before that may still run
+                self.evict_sliding_windows(req, fields.settled_tokens(req))
+
+    def _is_short(self) -> bool:
+        """Whether second slots may run out before SGLang asks again what it may free: in this pass
+        and in the next one each request that runs takes at most a page."""
+        rows, allocator = self.req_to_token_pool, self.token_to_kv_pool_allocator
+        free = allocator.swa_available_size() + self.swa_evictable_size()
+        running = rows.size - rows.available_size()
+        return bool(free < 2 * running * max(self.page_size, LATE))
 
     @method()
     def free_kv_row(self, theirs: SglangMethod, kv: Any, ranges: list[tuple[int, int]]) -> None:
