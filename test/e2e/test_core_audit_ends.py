@@ -67,19 +67,18 @@ def audited(
     return Told(second.host, counts, wrong, second.tokens, again.tokens, again.host)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
         ("gpt-oss-96", ()),
-        slow("qwen3-next", ()),
-        slow("gpt-oss", ("--page-size", "64", "--chunked-prefill-size", "128")),
-        slow("gemma4", ("--dtype", "bfloat16")),
-        slow("qwen3-next", ("--page-size", "64", "--dtype", "bfloat16")),
-        slow("granite-4", ()),
-        slow("granite-4", ("--dtype", "bfloat16")),
-        slow("qwen3.5", ("--dtype", "bfloat16")),
-        slow("deepseek-v3.2", ()),
-        slow("glm-5", ()),
+        ("gpt-oss", ("--page-size", "64", "--chunked-prefill-size", "128")),
+        ("gemma4", ("--dtype", "bfloat16")),
+        ("qwen3-next", ("--page-size", "64", "--chunked-prefill-size", "128")),
+        ("granite-4", ()),
+        ("qwen3.5", ()),
+        ("deepseek-v3.2", ()),
+        ("glm-5", ()),
     ],
 )
 def test_what_is_right_passes(
@@ -111,6 +110,7 @@ def test_what_is_wrong_leaves_with_all_that_was_computed_behind_it(
     model = folder(name)
     right = once(audited, name, model)
     found = run_in_child(partial(audited, spoil=spoil), name, model)
+    assert "audit_differences" not in right.counts and right.counts["audited_blocks"] >= 5
     assert found.restored == 320 and found.second != right.second, "it was not that wrong"
     assert found.counts["audit_differences"] >= 1
     assert f"what its tokens give: {form} form" in found.wrong[0]
