@@ -159,7 +159,7 @@ def test_bytes_and_costs_count_the_index(model: str) -> None:
     assert all(one == pytest.approx(found["pool"]) for one in found.values())
 
 
-def test_hidden_form_and_audits_are_left_out_and_the_log_says_why(model: str) -> None:
+def test_hidden_form_is_left_out_and_the_log_says_why(model: str) -> None:
     check_left_out(engine, model, "kv:4", "DeepseekV32ForCausalLM")
 
 

@@ -178,7 +178,7 @@ def test_random_conversations_say_what_they_say_on_the_device(
 
 
 @slow
-def test_hidden_form_and_audits_are_left_out_and_the_log_says_why(model: str) -> None:
+def test_hidden_form_is_left_out_and_the_log_says_why(model: str) -> None:
     check_left_out(engine, model, "kv:2", "Qwen3NextForCausalLM")
 
 

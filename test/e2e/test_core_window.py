@@ -305,7 +305,7 @@ def test_the_stand_ins_answer_as_transformers_does(folder: Path, once: Once, nam
 
 
 @pytest.mark.slow
-def test_hidden_form_and_audits_are_left_out_and_the_log_says_why(model: str) -> None:
+def test_hidden_form_is_left_out_and_the_log_says_why(model: str) -> None:
     check_left_out(engine, model, "kv:2", "GptOssForCausalLM")
 
 

@@ -32,6 +32,7 @@ def test_each_layer_adds_its_roundings_up_to_what_other_tokens_differ_by() -> No
     assert bound(1e-5, 31) == pytest.approx(32e-5)
     assert bound(0.02, 23) == pytest.approx(0.48)
     assert bound(0.02, 79) == WIDEST
+    assert bound(1e-5, 1, behind_choice=True) == WIDEST
 
 
 @pytest.mark.parametrize("form", [Form.HIDDEN, Form.KV])

@@ -63,6 +63,36 @@ def nothing_is_saved(core: Any) -> None:
     assert sampled or not pinned, f"{len(pinned)} blocks are left pinned"
 
 
+def room(core: Any) -> dict[str, int]:
+    """What is free in each pool of the device and of the tiers. core: a `Core` that is idle."""
+    scheduler, tree = core.scheduler, core.tree
+    allocator, rows = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
+    found = {"rows of requests": rows.available_size()}
+    if tree.supports_swa():
+        found["slots"] = allocator.full_available_size()
+        found["second slots"] = allocator.swa_available_size()
+    else:
+        found["slots"] = allocator.available_size()
+    if tree.supports_mamba():
+        found["states"] = rows.mamba_allocator.available_size()
+    tiers = tree.tiers
+    found["host slots"] = tiers.host.free_slots
+    if tiers.ends is not None:
+        found["end slots"] = tiers.ends.free_slots
+    if tiers.capture.hidden is not None:
+        found["snapshot rows"] = tiers.capture.hidden.snapshots.room
+    return found
+
+
+def everything_leaves(core: Any, empty: dict[str, int]) -> None:
+    """When every tier above the disk is flushed, each pool is as it was before the first request.
+    core: a `Core` that is idle. empty: its `room` at its start."""
+    assert core.scheduler.flush_cache()
+    core.settle()
+    left = room(core)
+    assert left == empty, f"not all came back to the pools: {left} of {empty}"
+
+
 def watch(patch: pytest.MonkeyPatch) -> None:
     """Have every engine looked at that this process or a child of it runs from now on."""
     from benchmark.harness.core import Core

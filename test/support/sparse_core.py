@@ -11,6 +11,7 @@ from support.core import Core, Reply
 from support.prompts import SMALL, prompt
 
 PROMPT, MORE = prompt("sparse", 300), prompt("more", 90)
+FLAGS = "--attention-backend", "dsa"
 KEPT = 320
 """Tokens of whole pages, and blocks, of the first turn."""
 
@@ -18,7 +19,7 @@ KEPT = 320
 def engine(model: str, *flags: str, **options: Any) -> Core:
     """model: path of one of `sparse_model`."""
     sparse_kernels.use()
-    return Core("--attention-backend", "dsa", *SMALL, *flags, model=model, **options)
+    return Core(*FLAGS, *SMALL, *flags, model=model, **options)
 
 
 def history(first: list[int]) -> list[int]:

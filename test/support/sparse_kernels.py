@@ -100,8 +100,10 @@ def chosen_tokens(
     for rows, slots, mask in spans(backend, forward_batch):
         score = torch.einsum("nhd,td->nht", values[rows].double(), read_index(buffer, slots))
         score = torch.einsum("nht,nh->nt", score.relu(), weights[rows] * scales[rows, :, 0])
-        top = score.masked_fill(~mask, -torch.inf).topk(min(self.index_topk, mask.shape[1]))
-        chosen = top.indices.int().masked_fill(top.values == -torch.inf, -1)
+        # Where scores are equal, and many are 0, the first ones, however many tokens there are.
+        order = score.masked_fill(~mask, -torch.inf).sort(descending=True, stable=True)
+        top, chosen = (part[:, : self.index_topk] for part in order)
+        chosen = chosen.int().masked_fill(top == -torch.inf, -1)
         found[rows, : chosen.shape[1]] = chosen
     return found if return_indices else None
 

@@ -17,7 +17,7 @@ class Engine:
     """How an engine starts. host_gib, pool (tokens): sizes of its tiers. disk: it has one, the same
     directory as the engines before it. meets: by its profile, histories are half computed and half
     read. weights, adapters: versions of its files, by an adapter's name. kind: name of a model of
-    `window_model`; empty for one whose layers all have full attention."""
+    `storm_models`; empty for one whose layers all have full attention."""
 
     plan: str = "kv"
     pool: int = 640
@@ -84,6 +84,13 @@ class Evict:
 @dataclass(frozen=True)
 class Flush:
     """Drain, then flush every tier but the disk."""
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Clients with this salt, or without one, are forgotten in every tier, whatever runs."""
+
+    salt: str | None
 
 
 @dataclass(frozen=True)
@@ -155,7 +162,7 @@ class Restart:
 
 
 Action = (
-    Send | Abort | Run | Drain | Evict | Flush | Weights | Replace | Retract | Pause | Disk
+    Send | Abort | Run | Drain | Evict | Flush | Forget | Weights | Replace | Retract | Pause | Disk
     | Scatters | Clock | Restart
 )  # fmt: skip
 

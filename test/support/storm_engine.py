@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support import window_core
+from sglang_hc.tree.forgetting import Forgetting
+from sglang_hc.tree.namespaces import client_namespace
+from support import leaks, storm_models
 from support.adapters import adapter_flags, adapter_ids
 from support.core import Core, Idle
 from support.storm_actions import (
@@ -22,6 +24,7 @@ from support.storm_actions import (
     Engine,
     Evict,
     Flush,
+    Forget,
     Pause,
     Phase,
     Replace,
@@ -86,11 +89,12 @@ class StormCore(Core):
         return inbox
 
     def idle(self) -> Iterator[None]:
-        """Passes until nothing is left to do."""
-        quiet = 0
+        """Passes until nothing is left to do or to be audited."""
+        quiet, audit = 0, self.tree.audit
         for _ in range(PASSES):
             yield
-            quiet = 0 if not self.scheduler.is_fully_idle() else quiet + 1
+            is_idle = self.scheduler.is_fully_idle() and not (audit and audit.waiting)
+            quiet = quiet + 1 if is_idle else 0
             if quiet > 2:
                 return
         raise AssertionError(f"still busy after {PASSES} passes")
@@ -122,11 +126,13 @@ class Player:
 
         profile = {"profile": halving_profile(folder)} if engine.meets else {}
         model = oracle.weights(engine.model, engine.weights)
-        flags = [*window_core.prepared(model), *flags]
+        flags = [*storm_models.prepared(engine.model, model), *flags]
         self.core = StormCore(weather, *flags, model=model, **profile)
         self.core.believe_profile()
         self._ids = adapter_ids(self.core) if engine.adapters else {}
         self._loads = 0
+        self._room = leaks.room(self.core)
+        self._forgets, self._forgotten = 0, list[Any]()
         self._sent: list[_Sent] = []
         self._numbers: dict[str, int] = defaultdict(int)
 
@@ -165,12 +171,23 @@ class Player:
 
     def _drain(self, action: Drain) -> Iterator[None]:
         yield from self.core.idle()
+        leaks.nothing_runs(self.core)
         if action.settle:
             self.core.settle()
+            leaks.nothing_is_saved(self.core)
 
     def _flush(self, action: Flush) -> Iterator[None]:
         yield from self.core.idle()
         assert self.core.scheduler.flush_cache()
+
+    def _forget(self, action: Forget) -> None:
+        from sglang_hc.srt.requests.forgetting import forget
+
+        client = client_namespace(None, action.salt or None)
+        self._forgets += 1
+        forget(self.core.tree, {"client": client, "tokens": []}, self._forgotten.append)
+        left = self.core.tree.tiers.host.tree.nodes(Forgetting(client).names)
+        assert not any(left), "host memory has something of who was forgotten"
 
     def _evict(self, action: Evict) -> None:
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -228,12 +245,15 @@ class Player:
         """Of the phase, when its story is told. One that ends cleanly closes its tiers."""
         if clean:
             self.core.settle()
+            leaks.nothing_is_saved(self.core)
         for sent in self._sent:
             self._fill(sent)
         stats = self.core.tree.stats()
         counts = {name: value for name, value in stats.items() if isinstance(value, int)}
         counts |= self._weather.counts
         if clean:
+            assert len(self._forgotten) == self._forgets, "who wants to be forgotten waits"
+            leaks.everything_leaves(self.core, self._room)
             self.core.tree.release_host_resources()
         return Outcome([sent.fate for sent in self._sent], counts, self.core.passes)
 
@@ -273,6 +293,7 @@ _ACTS: dict[type, Callable[[Player, Any], Iterator[None] | None]] = {
     Run: Player._run,
     Drain: Player._drain,
     Flush: Player._flush,
+    Forget: Player._forget,
     Evict: Player._evict,
     Weights: Player._update,
     Replace: Player._replace,

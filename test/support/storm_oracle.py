@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from support import window_core, window_model
+from support import storm_models
 from support.adapters import adapter_flags, adapter_ids, write_adapter
 from support.core import MODELS, Core, Reply, run_in_child
 from support.storm_actions import ADAPTED_MODEL, Ask
@@ -104,10 +104,11 @@ class Oracle:
     def weights(self, model: str, version: int) -> str:
         """A folder with this version of a model's weights."""
         first = MODELS / model
-        if model in window_model.MODELS:
+        kind = storm_models.KINDS.get(model)
+        if kind is not None:
             first = self.folder / model
             if not first.exists():
-                window_model.make(self.folder, model)
+                kind.make(self.folder)
         if not version:
             return str(first)
         folder = self.folder / f"{model}-{version}"
@@ -137,7 +138,7 @@ def _answer(oracle: Oracle, model: str, asks: list[Ask]) -> dict[Ask, Answer]:
         names = [f"{name}{version}" for name in ADAPTERS for version in range(VERSIONS)]
         flags += adapter_flags({name: oracle.adapter(name) for name in names}, 3)
     path = oracle.weights(model, 0)
-    core, loaded, found = Core(*window_core.prepared(path), *flags, model=path), 0, {}
+    core, loaded, found = Core(*storm_models.prepared(model, path), *flags, model=path), 0, {}
     ids = {"": None, **(adapter_ids(core) if model == ADAPTED_MODEL else {})}
     for (_, weights), level in itertools.groupby(asks, key=lambda ask: (ask.turn, ask.weights)):
         if weights != loaded:

@@ -15,6 +15,7 @@ from support.storm_actions import (
     Engine,
     Evict,
     Flush,
+    Forget,
     Pause,
     Replace,
     Restart,
@@ -31,8 +32,9 @@ PLANS = ("hidden", "hidden", "hidden:2,kv:2", "recompute:1,hidden:1,kv:2", "kv")
 TALKS = 8
 SALTS = (None, None, None, "", "x")
 FAULTS = ("read error", "short read", "write error", "full", "read-only", "removed")
-AUDITED = 5
-"""Prompts that are asked again when the storm is over."""
+ASKED_AGAIN = 5
+"""Prompts, when the storm is over."""
+AUDITS = ("--hc-audit", "1")
 _FLAGS: tuple[tuple[str, ...], ...] = (
     (),
     (),
@@ -65,7 +67,7 @@ class _Author:
             disk=rng.random() < (0.9 if adapters else 0.6),
             meets=rng.random() < 0.3,
             chunk=rng.choice((64, 128, 512)),
-            flags=rng.choice(_FLAGS),
+            flags=rng.choice(_FLAGS) + (AUDITS if seed % 3 == 0 else ()),
             adapters=adapters,
         )
         if kind:
@@ -95,7 +97,7 @@ class _Author:
         choices, shares = zip(*scenes, strict=True)
         for scene in rng.choices(choices, shares, k=rng.randrange(5, 10)):
             scene()
-        self._audit()
+        self._ask_again()
         return Storm(self._first, tuple(self._actions), self._seed)
 
     # -- scenes ----------------------------------------------------------------------------------
@@ -170,7 +172,9 @@ class _Author:
             self._actions.append(Pause(self._rng.randrange(1, 4)))
 
     def _forget(self) -> None:
-        self._actions.append(Flush() if self._rng.random() < 0.3 else Evict())
+        rng = self._rng
+        choices = Flush(), Forget(rng.choice(SALTS[2:])), Evict(), Evict()
+        self._actions.append(rng.choice(choices))
 
     def _weights(self) -> None:
         self._actions.append(Weights(self._rng.randrange(VERSIONS), self._rng.random() < 0.5))
@@ -192,13 +196,13 @@ class _Author:
         self._actions.append(Restart(self._engine, clean=rng.random() < 0.7))
         self._again()
 
-    def _audit(self) -> None:
+    def _ask_again(self) -> None:
         """Much of what was said is asked for again, from what the tiers have of it."""
         self._actions += [Retract(0), Disk(), Scatters(), Drain(settle=True), Evict()]
         rng = self._rng
         asked = rng.sample(self._shared, min(3, len(self._shared)))
         asked = [replace(old, turn=min(TURNS - 1, old.turn + 1), edit=0) for old in asked]
-        asked += rng.sample(self._sent, min(AUDITED - len(asked), len(self._sent)))
+        asked += rng.sample(self._sent, min(ASKED_AGAIN - len(asked), len(self._sent)))
         for old in asked:
             self._actions += [replace(old, client=self._new_client(), new=8), Drain()]
 

@@ -17,12 +17,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from support import window_model
+from support import storm_models
 from support.core import run_in_child
 from support.storm_actions import Clock, Phase, Send, Storm, phases
 from support.storm_engine import Fate, Outcome, play
 from support.storm_oracle import Answer, Oracle
 from support.storm_plans import storm_of
+from support.storm_record import Record
 
 NEAR = 1e-3
 """Log probabilities differ by less: float32, whatever the order of additions."""
@@ -80,6 +81,8 @@ def _judge(report: Report, number: int, phase: Phase, outcome: Outcome, oracle: 
             report.wrong.append(f"engine {number}, request {place}, {send}: {wrong} ({fate})")
     for name, value in outcome.counts.items():
         counts[f"hc {name}"] += value
+    if outcome.counts.get("audit_differences"):
+        report.wrong.append(f"engine {number}: an audit found a wrong block")
 
 
 def _compare(fate: Fate, answer: Answer, counts: Counter[str]) -> str | None:
@@ -152,10 +155,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m support.storms")
     parser.add_argument("--seeds", default="0:20", help="FIRST:END, or some: 3,17,40")
     parser.add_argument("--cache", type=Path, help="folder for answers (default: a new one)")
-    parser.add_argument("--kind", default="", choices=("", *window_model.MODELS))
+    parser.add_argument("--kind", default="", choices=("", *storm_models.KINDS))
+    parser.add_argument("--record", type=Path, help="file to add to; what it has is left out")
     parser.add_argument("--shrink", action="store_true", help="look for a shorter storm")
     args = parser.parse_args(argv)
-    seeds = _seeds(args.seeds)
+    seeds, record = _seeds(args.seeds), Record(args.record) if args.record else None
+    if record is not None:
+        seeds = record.lacks(args.kind, seeds)
     failed, counts = 0, Counter[str]()
     with tempfile.TemporaryDirectory(prefix="oracle-") as folder:
         oracle = Oracle(args.cache or Path(folder))
@@ -164,6 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             began, storm = time.monotonic(), storm_of(seed, args.kind)
             report = run(storm, oracle)
             counts += report.counts
+            if record is not None:
+                record.add(args.kind, seed, report.counts, bool(report.wrong))
             took = time.monotonic() - began
             print(f"seed {seed}: {len(report.wrong)} wrong, {took:.1f} s", flush=True)
             if report.wrong:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from support import window_kernels, window_model
+from support import window_kernels
 from support.core import Core, Reply
 from support.prompts import SMALL, prompt
 
@@ -20,15 +20,6 @@ def flags_of(model: str) -> tuple[str, ...]:
     """What SGLang needs to serve one of `window_model` on a CPU. model: its path."""
     experts = ("--moe-runner-backend", "triton") if "gpt-oss" in Path(model).name else ()
     return "--attention-backend", window_kernels.BACKEND, *experts
-
-
-def prepared(model: str) -> tuple[str, ...]:
-    """As `flags_of`, in a process that is to serve with it now; none for a model of other kinds."""
-    name = Path(model).name.rpartition("-")[0] or Path(model).name
-    if not {Path(model).name, name} & window_model.MODELS.keys():
-        return ()
-    window_kernels.use()
-    return flags_of(model)
 
 
 def engine(model: str, *flags: str, **options: Any) -> Core:

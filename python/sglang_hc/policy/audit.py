@@ -29,6 +29,10 @@ PINNED_SHARE = 1 / 32
 WIDEST = 0.5
 """No bound is wider: states of other tokens differ by about the largest magnitude."""
 
+STATE_FACTORS = 4
+"""A recurrent state is a sum over tokens of key times value, times how much is taken of it, times
+how much of it stays: so many factors, each with the error of the layer."""
+
 
 class Sampler:
     """Picks a share of what is restored, pseudo-random and always the same."""
@@ -43,14 +47,17 @@ class Sampler:
         return [number for number in range(blocks) if self._random.random() < self._share]
 
 
-def bound(tolerance: float, layer: int) -> float:
+def bound(tolerance: float, layer: int, behind_choice: bool = False) -> float:
     """The largest difference of two right computations of a layer, counted from 0, relative to the
     layer's largest magnitude.
 
     tolerance: of one layer, as the checks at start have it. Each layer before adds its own: a
     prefill is compared with what decode steps, other batches and restorations have computed.
+    behind_choice: a layer before chooses experts, or tokens to attend to. Where two are nearly as
+    good it may choose another one, for any token, and so what all later tokens have differs by more
+    than rounding: only what belongs to other tokens differs by more than WIDEST in most rows.
     """
-    return min(WIDEST, tolerance * (layer + 1))
+    return WIDEST if behind_choice else min(WIDEST, tolerance * (layer + 1))
 
 
 class Findings:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import gt
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.memory_pool import (
@@ -36,6 +36,13 @@ Gather = Callable[[DevicePool, Sequence[int], torch.Tensor, list[torch.Tensor], 
 
 class UnsupportedPool(ValueError):
     """A KV pool whose rows cannot be read and written as bytes."""
+
+
+class Values(NamedTuple):
+    """rows: (n, width) numbers. dtype: by which they are rounded."""
+
+    rows: torch.Tensor
+    dtype: torch.dtype
 
 
 class KvPoolRows:
@@ -117,6 +124,16 @@ class KvPoolRows:
                     select(source, rows, out)
                 else:  # nobody reads it; nor shall anybody find there what others left
                     out.zero_()
+
+    def values(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> list[Values]:
+        """What rows (n, part bytes) uint8 stand for; a key of an index with its scale. dtype: of
+        the pool's elements."""
+        if not isinstance(self.pool, DSATokenToKVPool):
+            return [Values(part.contiguous().view(dtype), dtype) for part in parts]
+        latents, keys, scales = (part.contiguous() for part in parts)
+        eight = keys.view(torch.float8_e4m3fn)
+        rows = eight.float() * scales.view(torch.float32)
+        return [Values(latents.view(dtype), dtype), Values(rows, eight.dtype)]
 
     def write_hidden(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor

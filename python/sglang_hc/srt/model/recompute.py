@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -93,7 +94,9 @@ class LayerRecomputer:
         self.chunk: int = sizes.chunk or sizes.uncut
         """Tokens per pass: what SGLang sized the activations of a prefill for."""
         self._attention: dict[int, list[RadixAttention]] = {}
-        for module in runner.model.modules():
+        modules = list(runner.model.modules())
+        self._logits = [module for module in modules if isinstance(module, LogitsProcessor)]
+        for module in modules:
             if isinstance(module, RadixAttention):
                 self._attention.setdefault(module.layer_id, []).append(module)
 
@@ -108,11 +111,12 @@ class LayerRecomputer:
         self.recompute(tokens, slots, restoration.recompute, between=between)
 
     def recompute(
-        self, tokens: torch.Tensor, slots: torch.Tensor, layers: int, chunk: int | None = None,
-        between: Callable[[], None] = lambda: None, decode: bool = False,
+        self, tokens: torch.Tensor, slots: torch.Tensor, layers: int | None,
+        chunk: int | None = None, between: Callable[[], None] = lambda: None, decode: bool = False,
         adapter: str | None = None,
     ) -> None:  # fmt: skip
-        """Write K/V of layers [0, layers) of the last len(tokens) tokens of a sequence.
+        """Write K/V of layers [0, layers) of the last len(tokens) tokens of a sequence; None: all
+        that the layers of the model keep of them.
 
         tokens: (n,) int64 ids. slots: (m,) int64 device slots of the sequence, m >= n; the layers
         read the first m - n. chunk: tokens per pass. between: called from one pass to the next.
@@ -125,7 +129,7 @@ class LayerRecomputer:
         chunk = chunk or self.chunk
         try:
             row.copy_(slots)
-            with torch.no_grad(), self._taps_paused(), self._leaving_after(layers - 1):
+            with torch.no_grad(), self._taps_paused(), self._leaving_after(layers):
                 for start in range(first, stop, chunk):
                     if start > first:
                         between()
@@ -166,13 +170,18 @@ class LayerRecomputer:
         return contextlib.nullcontext() if self._taps is None else self._taps.paused()
 
     @contextlib.contextmanager
-    def _leaving_after(self, layer: int) -> Iterator[None]:
-        """End the model's forward when this layer's attention, of whichever kind, has run."""
+    def _leaving_after(self, layers: int | None) -> Iterator[None]:
+        """End the model's forward when the attention of the last of so many layers, of whichever
+        kind, has run; None: when all layers have."""
 
         def leave(*_: Any) -> None:
             raise _Enough
 
-        hooks = [module.register_forward_hook(leave) for module in self._attention[layer]]
+        if layers is None:
+            hooks = [one.register_forward_pre_hook(leave) for one in self._logits]
+        else:
+            last = self._attention[layers - 1]
+            hooks = [module.register_forward_hook(leave) for module in last]
         try:
             yield
         finally:

@@ -48,10 +48,19 @@ class StatePool:
         for each part, of any device."""
 
         def fill(targets: list[torch.Tensor], at: int, first: int, count: int) -> None:
-            for part, target in zip(self._parts, targets, strict=True):
-                target[:, at : at + count] = part.index_select(1, slot)
+            for part, target in zip(self.copy(slot), targets, strict=True):
+                target[:, at : at + count] = part
 
         return fill
+
+    def copy(self, slot: torch.Tensor) -> list[torch.Tensor]:
+        """The state of a slot, (layers, 1, part bytes) uint8 for each part."""
+        return [part.index_select(1, slot) for part in self._parts]
+
+    def clear(self, slot: torch.Tensor) -> None:
+        """Make the state of a slot that of no token."""
+        for part in self._parts:
+            part.index_fill_(1, slot, 0)
 
     def write(self, rows: Sequence[torch.Tensor], slot: torch.Tensor) -> None:
         """Make the state of a slot what `rows` are, (layers, 1, part bytes) uint8 for each part in

@@ -68,6 +68,7 @@ from sglang_hc.srt.start.build_ends import (
 from sglang_hc.srt.start.model import Model
 from sglang_hc.srt.start.stores import lower_tier
 from sglang_hc.srt.tree.audit import Audit, can_audit
+from sglang_hc.srt.tree.audit_compare import Comparison
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.device_tree import unified_tree
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
@@ -153,7 +154,11 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
         order = DeviceOrder(fingerprint, wanted)
     taps, audit = state.memory.taps, None
     if config.audit and can_audit(tiers, runner, taps):
-        audit = Audit(tiers, pool, device.pool, taps, runner, compute, counters, config.audit)
+        own = device.pool, device.windows, device.states, taps, runner
+        audit = Audit(
+            *(tiers, Comparison(memory, *own), device.states, taps, runner, compute, counters),
+            config.audit,
+        )
     own_states = tree_states(device.states, tiers)
     parts = tiers, model.scheduler, compute, ahead, audit, own_states
     tree: HcRadixCache = unified_tree(ctx, order, lambda params: HcRadixCache(params, *parts))

@@ -2,7 +2,7 @@
 
     restored   a share of the blocks of a restoration is sampled, and pinned until it is audited
     step       in an idle pass: a chunk of their history runs through the model, into device slots
-               of its own, and the sampled blocks in it are compared
+               of its own, and the sampled blocks in it are compared, with what they have of ends
     wrong      the block and what was computed behind it leave every tier; when a form was wrong too
                often, nothing is restored or saved any more
 
@@ -22,31 +22,34 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_hc.capture.taps import TapBuffer
-from sglang_hc.device.exactness import relative_error
-from sglang_hc.forms import BLOCK_TOKENS, Form
+from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.audit import (
     MOST_SAMPLES,
     MOST_TOKENS,
     PINNED_SHARE,
     Findings,
     Sampler,
-    bound,
 )
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.srt.binding import fields
 from sglang_hc.srt.engine.streams import ComputeStream
-from sglang_hc.srt.model.kv_pool import KvPoolRows
-from sglang_hc.srt.model.recompute import COARSE, RECOMPUTED, LayerRecomputer
-from sglang_hc.srt.model.startup_checks import TOLERANCE
+from sglang_hc.srt.model.recompute import RECOMPUTED, LayerRecomputer
+from sglang_hc.srt.model.state_pool import StatePool
 from sglang_hc.srt.requests.namespaces import keeps_state
-from sglang_hc.srt.tree.device_tree import DeviceTree
-from sglang_hc.store.host_pool import HostPool
+from sglang_hc.srt.tree.audit_compare import Comparison, Difference
+from sglang_hc.srt.tree.audit_room import AuditRoom, Freed
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import root_id, unpack_tokens
 from sglang_hc.tree.namespaces import Namespace
 
 logger = logging.getLogger(__name__)
+
+AUDITED = RECOMPUTED | {
+    "DeepseekV32ForCausalLM", "Gemma4ForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM",
+    "GraniteMoeHybridForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
+}  # fmt: skip
+"""Model classes that were checked to compute on their own what they compute in a request."""
 
 CHUNK_TOKENS = 256
 """Most tokens of one pass, whole blocks: a request that comes waits for one pass."""
@@ -62,22 +65,14 @@ class _Sample(NamedTuple):
 
 @dataclass
 class _Pass:
-    """An audit under way. tokens: (n,) int64 ids up to the end of the last block. slots: (n,) int64
-    device slots, and those that fill the last page. done: tokens that are computed."""
+    """An audit under way. tokens: (n,) int64 ids up to the end of the last block. done: tokens that
+    are computed."""
 
     sample: _Sample
     tokens: torch.Tensor
-    slots: torch.Tensor
+    room: AuditRoom
     done: int = 0
     compared: int = 0
-
-
-class _Difference(NamedTuple):
-    """A layer whose state is not what the tokens give. error: relative, as `relative_error`."""
-
-    form: Form
-    layer: int
-    error: float
 
 
 class Audit:
@@ -88,19 +83,18 @@ class Audit:
     """
 
     def __init__(
-        self, tiers: Tiers, stored: HostPool, on_device: KvPoolRows, taps: TapBuffer | None,
-        runner: Any, compute: ComputeStream, counters: Counter[str], share: float,
+        self, tiers: Tiers, comparison: Comparison, states: StatePool | None,
+        taps: TapBuffer | None, runner: Any, compute: ComputeStream, counters: Counter[str],
+        share: float,
     ) -> None:  # fmt: skip
-        """stored: where blocks lie in host memory. on_device: what the model writes. share: of the
-        restored blocks, above 0."""
-        self._tiers, self._host, self._pool = tiers, tiers.host, stored
-        self._kv_rows, self._taps = on_device.rows, taps
+        """states: of recurrent layers; None without them. share: of the restored blocks, above
+        0."""
+        self._tiers, self._host = tiers, tiers.host
+        self._comparison, self._states = comparison, states
         self._counters, self._compute = counters, compute
         self._model = LayerRecomputer(runner, None)  # so the taps take what it computes
-        self._kv_dtype: torch.dtype = runner.kv_cache_dtype
-        self._free = runner.token_to_kv_pool_allocator.free
         self.stopped = False
-        most = min(CHUNK_TOKENS, self._model.chunk, self._taps.rows if self._taps else CHUNK_TOKENS)
+        most = min(CHUNK_TOKENS, self._model.chunk, taps.rows if taps else CHUNK_TOKENS)
         self._chunk = max(1, most // BLOCK_TOKENS) * BLOCK_TOKENS
         self._sampler, self._findings = Sampler(share), Findings()
         self._samples: deque[_Sample] = deque()
@@ -108,9 +102,9 @@ class Audit:
         self._is_off = False
 
     @property
-    def tokens(self) -> int:
+    def held(self) -> Freed:
         """Device slots in use."""
-        return 0 if self._pass is None else len(self._pass.slots)
+        return Freed() if self._pass is None else self._pass.room.held
 
     @property
     def waiting(self) -> int:
@@ -149,15 +143,13 @@ class Audit:
         while self._samples:
             self._give_up(self._samples.popleft())
 
-    def release(self) -> int:
-        """End the audit under way. Returns how many device slots are free again."""
+    def release(self) -> Freed:
+        """End the audit under way. Returns which device slots are free again."""
         ended, self._pass = self._pass, None
         if ended is None:
-            return 0
-        # Whoever gets them next writes behind what is still written, on the same stream.
-        self._free(ended.slots)
+            return Freed()
         self._give_up(ended.sample, ended.compared)
-        return len(ended.slots)
+        return ended.room.give_back()
 
     def _give_up(self, sample: _Sample, compared: int = 0) -> None:
         self._host.unpin(node for _, node in sample.blocks)
@@ -165,48 +157,53 @@ class Audit:
 
     # -- idle passes -----------------------------------------------------------------------------
 
-    def step(self, tree: DeviceTree) -> bool:
-        """One chunk of an audit. The server is idle. Returns whether there was one. tree: gives
-        device slots, and loses what is wrong."""
+    def step(self, tree: Any) -> bool:
+        """One chunk of an audit. The server is idle. Returns whether there was one. tree: the
+        `HcRadixCache`, which gives device slots, and loses what is wrong."""
         if self._pass is None:
             self._begin(tree)
         if self._pass is None:
             return False
+        audit, stop = self._pass, self._end_of_pass(self._pass)
         try:
+            audit.room.pair(audit.done, stop)
             with self._compute.entered():
-                self._advance(self._pass, tree)
+                self._advance(audit, stop, tree)
         except Exception:
             logger.exception("sglang-hc: an audit failed; there are none until a restart")
             self._is_off = True
             self.clear()
         return True
 
-    def _begin(self, tree: DeviceTree) -> None:
+    def _begin(self, tree: Any) -> None:
         """Begin with the oldest sample that can be audited."""
         while self._samples and self._pass is None:
             sample = self._samples.popleft()
             there = [node for _, node in sample.blocks if node.ready]
-            slots = None
+            room = None
             if there and self._model.has_adapter(sample.adapter):
                 tokens = unpack_tokens(b"".join(node.tokens for node in there[-1].path()))
-                slots = tree.allocate(-(-len(tokens) // tree.page_size) * tree.page_size)
-            if slots is None:
+                room = AuditRoom.taken(tree, len(tokens), self._chunk)
+            if room is None:
                 self._give_up(sample)
             else:
-                self._compute.will_read(slots)
-                self._pass = _Pass(sample, torch.from_numpy(tokens), slots)
+                self._compute.will_read(*room.tensors)
+                self._pass = _Pass(sample, torch.from_numpy(tokens), room)
 
-    def _advance(self, audit: _Pass, tree: DeviceTree) -> None:
-        start, stop = audit.done, min(audit.done + self._chunk, len(audit.tokens))
-        layers, adapter = self._pool.layout.plan.num_layers, audit.sample.adapter
-        tokens, slots = audit.tokens[start:stop], audit.slots[:stop]
-        self._model.recompute(tokens, slots, layers, adapter=adapter)
+    def _advance(self, audit: _Pass, stop: int, tree: Any) -> None:
+        start, room, adapter = audit.done, audit.room, audit.sample.adapter
+        if self._states is not None and room.state is not None and not start:
+            self._states.clear(room.state)
+        with room.entered():
+            self._model.recompute(
+                audit.tokens[start:stop], room.slots[:stop], None, adapter=adapter
+            )
         audit.done = stop
         for place, node in audit.sample.blocks:
             first = place * BLOCK_TOKENS
             if not start <= first < stop or not node.ready:
                 continue
-            found = self._differences(node, first - start, audit.slots[first:])
+            found = self._comparison.differences(node, first - start, room, first)
             audit.compared += 1
             self._counters["audited_blocks"] += 1
             if found:
@@ -218,29 +215,16 @@ class Audit:
         if stop == len(audit.tokens):
             self.release()
 
-    def _differences(self, node: BlockNode, row: int, slots: torch.Tensor) -> list[_Difference]:
-        """Of each form the first layer that is wrong. row: of the block in the last pass. slots:
-        those of the block, and others behind them."""
-        plan, rows = self._pool.layout.plan, node.num_tokens
-        wrong: dict[Form, _Difference] = {}
+    def _end_of_pass(self, audit: _Pass) -> int:
+        """A chunk later, or behind the next sampled block: there are the states of recurrent
+        layers, which a pass has at its end alone."""
+        stop = min(audit.done + self._chunk, len(audit.tokens))
+        if self._states is not None:
+            ends = (node.num_tokens + place * BLOCK_TOKENS for place, node in audit.sample.blocks)
+            stop = min([stop, *(end for end in ends if end > audit.done)])
+        return stop
 
-        def compare(form: Form, layer: int, again: torch.Tensor, stored: Any) -> None:
-            kept = torch.from_numpy(stored).view(again.dtype)
-            error = relative_error(again.cpu(), kept)
-            if not error <= bound(TOLERANCE.get(again.dtype, COARSE), layer):
-                wrong.setdefault(form, _Difference(form, layer, error))
-
-        for index, layer in enumerate(plan.hidden_layers):
-            assert self._taps is not None
-            again = self._taps.states[index, row : row + rows]
-            compare(Form.HIDDEN, layer, again, self._pool.hidden[node.slot, index, :rows])
-        for index, layer in enumerate(plan.kv_layers):
-            for part, kept in zip(self._kv_rows(layer), self._pool.kv, strict=True):
-                again = part[slots[:rows]].view(self._kv_dtype)
-                compare(Form.KV, layer, again, kept[node.slot, index, :rows])
-        return list(wrong.values())
-
-    def _found(self, node: BlockNode, place: int, found: Sequence[_Difference]) -> None:
+    def _found(self, node: BlockNode, place: int, found: Sequence[Difference]) -> None:
         self._counters["audit_differences"] += 1
         namespace = root_id(self._host.tree.fingerprint, node.namespace).hex()
         for form, layer, error in found:
@@ -283,10 +267,8 @@ def _excluded(tiers: Tiers, runner: Any, taps: TapBuffer | None) -> str | None:
         return "several ranks would have to run each pass together"
     if not runner.spec_algorithm.is_none():
         return "what a draft model keeps is not computed by the model"
-    if model not in RECOMPUTED:
+    if model not in AUDITED:
         return f"{model} is not among the models that were checked to run on their own"
-    if getattr(runner.model_config.hf_text_config, "n_routed_experts", None):
-        return "a router near a tie chooses other experts, which looks like other tokens"
     if taps is not None and taps.rows < BLOCK_TOKENS:
         return f"--chunked-prefill-size is below {BLOCK_TOKENS} tokens"
     return None

@@ -170,7 +170,7 @@ class DeviceTree(SglangTree):
         """Take out what begins with the last block of a path, but for what is locked."""
         key = RadixKey(array("q", unpack_tokens(path.tokens).tolist()), path.namespace)
         before = (len(key) - 1) // BLOCK_TOKENS * BLOCK_TOKENS // self.page_size * self.page_size
-        if self.supports_swa():  # inside a node nobody may be able to go on
+        if self.has_other_state:  # inside a node nobody may be able to go on
             self._drop_from(key, before)
             return
         above = SglangTree.match_prefix(self, MatchPrefixParams(key=key[:before]))

@@ -107,6 +107,8 @@ class RestoringTree(CapturingTree):
             self.take_back(key, grown)
             raise
         self.reporting.restored(req, blocks, plan, start, stop)
+        if self.audit is not None:
+            self.audit.restored(req, blocks, min([start, *(low for low, _ in grown.ranges)]), stop)
         if fields.was_retracted(req):
             restorer.counters["retracted_restored_tokens"] += stop - start
         return self.path_device_indices(grown.node)[start:stop], grown.node

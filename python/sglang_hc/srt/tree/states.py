@@ -128,7 +128,7 @@ class TreeStates:
         slots: torch.Tensor | None = None
         try:
             while len(states) < (1 if fields.has_state(req) else 2):
-                states.append(self._allocate(tree))
+                states.append(self.allocate(tree))
             slots = None if None in states else tree.allocate(stop - resident)
             if slots is None:
                 self._free(tree, states)
@@ -171,6 +171,8 @@ class TreeStates:
             before = fields.prefix_slots(tree, req)
             tree.queue_restorations(blocks, inserted.slots, inserted.node, before, plan, missing)
             tree.reporting.restored(req, blocks, plan, start, stop)
+            if tree.audit is not None:
+                tree.audit.restored(req, blocks, start, stop)
         except Exception:
             restorer.unqueue(queued)
             if inserted.resident < stop:
@@ -182,7 +184,7 @@ class TreeStates:
         if fields.was_retracted(req):
             restorer.counters["retracted_restored_tokens"] += stop - start
 
-    def _allocate(self, tree: Any) -> torch.Tensor | None:
+    def allocate(self, tree: Any) -> torch.Tensor | None:
         """(1,) a slot for a state, for which others may leave; None: there is no room."""
         allocator = tree.req_to_token_pool.mamba_allocator
         slot = allocator.alloc(1)

@@ -31,6 +31,7 @@ from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from sglang_hc.srt.tree.ahead import RestoreAhead, restorable
 from sglang_hc.srt.tree.audit import Audit
+from sglang_hc.srt.tree.audit_room import Freed
 from sglang_hc.srt.tree.facades import ControllerFacade, HostPoolFacade
 from sglang_hc.srt.tree.host_match import HostMatch
 from sglang_hc.srt.tree.reporting import Reporting
@@ -157,10 +158,23 @@ class HcRadixCache(RestoringTree):
 
     def evictable_size(self) -> int:
         """Device slots that can be had back."""
-        held = self.prerestored.tokens + (self.audit.tokens if self.audit is not None else 0)
+        held = self.prerestored.tokens + self._audits.slots
         return held + int(self.tree_core.evictable_size())
 
     full_evictable_size = evictable_size
+
+    def swa_evictable_size(self) -> int:
+        """Second slots that can be had back."""
+        return self._audits.windows + int(self.tree_core.swa_evictable_size())
+
+    def mamba_evictable_size(self) -> int:
+        """Slots for states that can be had back."""
+        return self._audits.states + int(self.tree_core.mamba_evictable_size())
+
+    @property
+    def _audits(self) -> Freed:
+        """What an audit would give back."""
+        return Freed() if self.audit is None else self.audit.held
 
     @method()
     def evict(self, theirs: SglangMethod, params: EvictParams) -> EvictResult:
@@ -173,14 +187,21 @@ class HcRadixCache(RestoringTree):
         return self._evict_beside(theirs, params)
 
     def _evict_beside(self, theirs: SglangMethod, params: EvictParams) -> EvictResult:
-        freed = self.audit.release() if self.audit is not None else 0
-        params = replace(params, num_tokens=max(0, params.num_tokens - freed))
+        freed = Freed() if self.audit is None else self.audit.release()
+        params = replace(
+            params,
+            num_tokens=max(0, params.num_tokens - freed.slots),
+            swa_num_tokens=max(0, params.swa_num_tokens - freed.windows),
+            mamba_num=max(0, params.mamba_num - freed.states),
+        )
         result = theirs(params)
         if result.swa_num_tokens_evicted < params.swa_num_tokens:
             self.give_way(self.scheduler.replying)
         if result.num_tokens_evicted < params.num_tokens:
             result.num_tokens_evicted += self.prerestored.release()
-        result.num_tokens_evicted += freed
+        result.num_tokens_evicted += freed.slots
+        result.swa_num_tokens_evicted += freed.windows
+        result.mamba_num_evicted += freed.states
         return result
 
     # -- restore ---------------------------------------------------------------------------------

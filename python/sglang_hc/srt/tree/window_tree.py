@@ -213,6 +213,11 @@ class WindowTree(DeviceTree):
             raise AssertionError(f"{found.device_prefix_len} of {stop} tokens are on the device")
         return grown
 
+    def allocate_apart(self, slots: int, windows: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(n,) int64 free slots of each kind, for which others may leave, none of which is another
+        one's second slot; None where there is no room."""
+        return self._take(slots, windows) if self._make_room(slots, windows) else None
+
     def take_back(self, key: RadixKey, grown: Grown) -> None:
         """The rows of new slots will not be written: take them out of the tree."""
         nodes, end = list(self.path_of(key)), len(key)
