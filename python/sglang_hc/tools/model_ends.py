@@ -96,24 +96,24 @@ def kept_shape(config: Mapping[str, Any], where: str = "config.json") -> KeptSha
 
 
 def computed_shape(config: Mapping[str, Any], where: str = "config.json") -> ModelShape | None:
-    """What computing a token takes, of a model with a `kept_shape`; None where a layer is less than
-    attention and a feed-forward part. A recurrent layer counts as one that attends to 64 tokens,
-    which it takes at once. Raises ConfigError that names the field that is missing."""
-    own = _text(config)
-    kind = own.get("model_type")
-    if kind in _WINDOWED:
-        return ModelShape.from_config(config, where=where)
+    """What computing a token takes, of a model with a `kept_shape`, with the K and V of a layer
+    with full attention; None where a layer is less than attention and a feed-forward part. A
+    recurrent layer counts as one that attends to 64 tokens, which it takes at once. Raises
+    ConfigError that names the field that is missing."""
     kept = kept_shape(config, where)
-    if kind in _MAMBA or kept is None:
+    if kept is None or kept.model_type in _MAMBA:
         return None
-    names = ("layer_types", "linear_attn_config", "full_attention_interval")
-    plain = {
-        name: value for name, value in own.items()
-        if name not in names and not name.startswith(("linear_", "mamba_"))
-    }  # fmt: skip
-    share = len(kept.ends.state.layers) / kept.num_layers
-    shape = ModelShape.from_config(plain, where=where)
-    return replace(shape, window=BLOCK_TOKENS, windowed=share)
+    own = dict(_text(config))
+    if kept.ends.has_state:
+        others = ("layer_types", "linear_attn_config", "full_attention_interval")
+        names = [name for name in own if name in others or name.startswith(("linear_", "mamba_"))]
+        share = len(kept.ends.state.layers) / kept.num_layers
+        shape = ModelShape.from_config({n: own[n] for n in own.keys() - names}, where=where)
+        shape = replace(shape, window=BLOCK_TOKENS, windowed=share)
+    else:
+        shape = ModelShape.from_config(config, where=where)
+    part = kept.row_bytes // shape.element_bytes // len(shape.kv_parts)
+    return replace(shape, kv_parts=len(shape.kv_parts) * (part,))
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
