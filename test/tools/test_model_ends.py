@@ -148,8 +148,7 @@ def kept(config: dict[str, Any]) -> KeptShape:
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS.keys())
 def test_auto_would_choose_kv_even_if_hidden_states_came_back(config: dict[str, Any]) -> None:
-    """They are larger in each of these models, and cost a product; where they are not much larger,
-    they would be kept of one layer at most."""
+    """They are larger in each of these models, and cost a product."""
     shape, computed = kept(config), computed_shape(config)
     assert shape.hidden_bytes > shape.row_bytes
     for name in known_gpus() if computed is not None else ():
@@ -162,7 +161,7 @@ def test_auto_would_choose_kv_even_if_hidden_states_came_back(config: dict[str, 
             cost, state, (SourceTier.HOST, SourceTier.DISK), allow_hidden=True,
             allow_recompute=False,
         )  # fmt: skip
-        assert found.plan.hidden <= (config is GEMMA_4_31B), (name, found.explanation)
+        assert found.plan.kv == shape.full_layers, (name, found.explanation)
 
 
 @pytest.mark.parametrize(
