@@ -35,7 +35,8 @@ def family(kind: str, layers: int, width: int, on_cpu: bool) -> Family:
     if kind == "states":
         more = dict(
             layer_types=[*(["linear_attention"] * 3), "full_attention"] * (layers // 4),
-            full_attention_interval=4, linear_num_key_heads=2, linear_num_value_heads=6 if on_cpu else 4,
+            full_attention_interval=4, linear_num_key_heads=2,
+            linear_num_value_heads=6 if on_cpu else 4,
             linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4,
             num_experts=4, moe_intermediate_size=width // 2, decoder_sparse_step=1,
             shared_expert_intermediate_size=width // 2, mlp_only_layers=[],
