@@ -19,7 +19,7 @@ NARROW, WIDE = (4, 256), (8, 512)
 _centre = make_tiny_models._centre
 
 
-def family(kind: str, layers: int, width: int, on_cpu: bool) -> Family:
+def family(kind: str, layers: int, width: int, *, on_cpu: bool) -> Family:
     """A checkpoint of one of KINDS. on_cpu: of two or four heads of values that share one of keys
     SGLang has a kernel for a GPU only."""
     plain: dict[str, Any] = dict(
@@ -57,7 +57,7 @@ def make(folder: Path, kind: str, size: tuple[int, int], *, on_cpu: bool) -> Pat
     """Write the checkpoint, unless it is there; models of other kinds are as before."""
     name = f"{kind}-{size[0]}-{size[1]}"
     make_tiny_models._centre = _lasting
-    FAMILIES[name] = family(kind, *size, on_cpu)
+    FAMILIES[name] = family(kind, *size, on_cpu=on_cpu)
     make_models([name], folder, 0, force=False)
     return folder / name
 

@@ -63,7 +63,7 @@ def _path(folder: str) -> Any:
     [
         pytest.param("one-kv-head", "recompute:2,hidden:1,kv:1", marks=slow),
         pytest.param("gpt-bigcode", "kv:4", marks=slow),
-        ("qwen3-moe", "kv:4"),
+        pytest.param("qwen3-moe", "kv:4", marks=slow),
         pytest.param("mixtral", "kv:4", marks=slow),
         pytest.param("latent-v2", "recompute:2,kv:2", marks=slow),
         pytest.param("latent-v3", "kv:4", marks=slow),
