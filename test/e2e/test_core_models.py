@@ -3,15 +3,17 @@ its turns goes on token for token."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scripts import make_tiny_models
 from scripts.make_tiny_models import Family, _rope_model
-from support.conversations import Outcome, both, check_same_tokens
-from support.core import run_in_child
+from support.conversations import Outcome, both, check_hits, check_same_tokens
+from support.core import MODELS, run_in_child
 from support.exactness import BOUND
+from support.quantised import make
 
 PUBLISHED_LATENT: dict[str, Any] = make_tiny_models.FAMILIES["deepseek-v2"].arguments | dict(
     kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, q_lora_rank=96
@@ -47,15 +49,9 @@ def talk(name: str, folder: str, form: str, dtype: str, *flags: str) -> Outcome:
     model = name
     if name in FAMILIES:
         make_tiny_models.FAMILIES[name] = FAMILIES[name]
-        make_tiny_models.make_models([name], _path(folder), 0, force=False)
+        make_tiny_models.make_models([name], Path(folder), 0, force=False)
         model = f"{folder}/{name}"
     return both(model, form, dtype, None, False, *flags)
-
-
-def _path(folder: str) -> Any:
-    from pathlib import Path
-
-    return Path(folder)
 
 
 @pytest.mark.parametrize(
@@ -69,9 +65,32 @@ def _path(folder: str) -> Any:
         pytest.param("latent-v3", "kv:4", marks=slow),
     ],
 )
-def test_what_was_evicted_goes_on(models: None, tmp_path: Any, name: str, form: str) -> None:
+def test_what_was_evicted_goes_on(models: None, tmp_path: Path, name: str, form: str) -> None:
     found = run_in_child(talk, name, str(tmp_path), form, "float32")
     assert found.stats["layer_plan"] == form
     check_same_tokens(found)
     assert found.worst("error") <= BOUND["float32"]
     assert found.worst("error", slice(found.layers - 1, found.layers)) == 0.0
+
+
+def quantised(folder: str, form: str, *flags: str) -> Outcome:
+    from support import quantised
+
+    quantised.use()
+    return both(folder, form, "bfloat16", None, False, "--quantization", "w8a8_int8", *flags)
+
+
+@slow
+@pytest.mark.parametrize("form", ["hidden", "recompute:2,kv:2"])
+def test_weights_of_8_bits_go_on_without_hidden_states(
+    models: None, tmp_path: Path, form: str
+) -> None:
+    """Their projections are not those of the family. Hidden form is left out, and said to be."""
+    folder = make(MODELS / "llama-gqa", tmp_path / "llama-int8")
+    found = run_in_child(quantised, str(folder), form)
+    assert found.stats["layer_plan"] == form.replace("hidden", "kv:4")
+    check_hits(found)
+    if form == "hidden":
+        check_same_tokens(found)
+        assert found.worst("error") == 0.0
+    assert found.worst("error") <= BOUND["bfloat16"]
