@@ -94,3 +94,19 @@ def test_weights_of_8_bits_go_on_without_hidden_states(
         check_same_tokens(found)
         assert found.worst("error") == 0.0
     assert found.worst("error") <= BOUND["bfloat16"]
+
+
+@slow
+@pytest.mark.parametrize("form", ["hidden", "recompute:2,kv:2"])
+@pytest.mark.parametrize("dtype", ["fp8_e5m2", "fp8_e4m3"])
+def test_a_pool_of_8_bits_comes_back_bit_by_bit(models: None, dtype: str, form: str) -> None:
+    """What is computed again may be rounded to a neighbour, in few elements."""
+    flags = "--kv-cache-dtype", dtype
+    found = run_in_child(both, "llama-gqa", form, "bfloat16", None, False, *flags)
+    assert found.stats["layer_plan"] == form.replace("hidden", "kv:4")
+    check_hits(found)
+    if form == "hidden":
+        check_same_tokens(found)
+        assert found.worst("share") == 0.0
+    else:
+        assert 0.0 < found.worst("share", slice(0, 2)) < 0.05, found.worst("share")
