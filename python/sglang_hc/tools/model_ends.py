@@ -14,7 +14,10 @@ from sglang_hc.errors import ConfigError
 from sglang_hc.forms import BLOCK_TOKENS, EndLayout, StateLayers, WindowLayers
 from sglang_hc.tools.model_shape import ModelShape
 
-_WINDOWED = {"gpt_oss", "gemma4_text"}
+_WINDOWED = {
+    "gpt_oss", "gemma4_text", "llama4_text", "mimo_v2_flash", "step3p5", "laguna", "mellum",
+    "granite_swa", "spark2_5",
+}  # fmt: skip
 """Model types whose sliding windows have a pool of their own in SGLang."""
 
 _DELTA_RULE = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
@@ -24,6 +27,9 @@ _MAMBA = {"nemotron_h", "granitemoehybrid"}
 """Model types with Mamba2."""
 
 _RECURRENT = _DELTA_RULE | _MAMBA | {"kimi_linear"}
+
+_COMPUTED = {"gpt_oss", "gemma4_text", "kimi_linear"} | _DELTA_RULE
+"""Model types whose layers are all attention, or what is in its place, and a feed-forward part."""
 
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
@@ -41,8 +47,9 @@ class KeptShape:
     """What is kept of a model, unsharded, in bytes.
 
     num_layers: of the model. full_layers: those with full attention that have K and V of their own.
-    row_bytes: of a token in each of them; hidden_bytes: of a hidden state. plain_bytes: of a token,
-    if all layers that have K and V, or a state in their place, kept them of every token.
+    row_bytes: of a token in each of them; hidden_bytes: of a hidden state, 0 where the config does
+    not say. plain_bytes: of a token, if all layers that have K and V, or a state in their place,
+    kept them of every token.
     """
 
     model_type: str
@@ -97,11 +104,11 @@ def kept_shape(config: Mapping[str, Any], where: str = "config.json") -> KeptSha
 
 def computed_shape(config: Mapping[str, Any], where: str = "config.json") -> ModelShape | None:
     """What computing a token takes, of a model with a `kept_shape`, with the K and V of a layer
-    with full attention; None where a layer is less than attention and a feed-forward part. A
-    recurrent layer counts as one that attends to 64 tokens, which it takes at once. Raises
-    ConfigError that names the field that is missing."""
+    with full attention; None for a model that is not _COMPUTED. A recurrent layer counts as one
+    that attends to 64 tokens, which it takes at once. Raises ConfigError that names the field that
+    is missing."""
     kept = kept_shape(config, where)
-    if kept is None or kept.model_type in _MAMBA:
+    if kept is None or kept.model_type not in _COMPUTED:
         return None
     own = dict(_text(config))
     if kept.ends.has_state:
@@ -145,15 +152,15 @@ class _Reader:
         else:
             ends = EndLayout(window=self._windows(rest))
             plain = len(full) * row + len(rest) * sum(ends.window.parts)
-        hidden = self._count("hidden_size") * self._size
+        hidden = self._other("hidden_size", 0) * self._size
         return KeptShape(kind, self._dtype, layers, len(full), row, hidden, plain, ends)
 
     def _types(self, layers: int) -> Sequence[str]:
         names = ("layer_types", "layers_block_type")
         types = next((self._config[name] for name in names if self._config.get(name)), None)
         if types is None and "hybrid_override_pattern" in self._config:
-            pattern = str(self._config["hybrid_override_pattern"])
-            types = [_LAYERS_OF_NEMOTRON.get(one, one) for one in pattern]
+            kinds = str(self._config["hybrid_override_pattern"])
+            types = [_LAYERS_OF_NEMOTRON.get(one, one) for one in kinds]
         if types is None and "linear_attn_config" in self._config:
             full = self._inner("linear_attn_config").get("full_attn_layers") or ()
             types = [
@@ -163,6 +170,10 @@ class _Reader:
             step = self._count("full_attention_interval")
             every = ["linear_attention"] * (step - 1) + ["full_attention"]
             types = [every[n % step] for n in range(layers)]
+        if types is None and "attention_chunk_size" in self._config:  # Llama 4
+            types = ["full_attention" if n % 4 == 3 else "chunked_attention" for n in range(layers)]
+        if types is None and isinstance(pattern := self._config.get("hybrid_layer_pattern"), list):
+            types = ["sliding_attention" if one else "full_attention" for one in pattern]
         if not isinstance(types, Sequence) or len(types) != layers:
             raise ConfigError(f"{self._where}: field layer_types must name {layers} layers")
         return [str(one) for one in types]
@@ -171,20 +182,36 @@ class _Reader:
         """Bytes of a token in a layer with full attention."""
         if self._config.get("kv_lora_rank"):  # one latent, and a key with positions
             return (self._count("kv_lora_rank") + self._count("qk_rope_head_dim")) * self._size
-        heads, size = self._count("num_key_value_heads"), self._head_dim()
+        heads, size = self._heads(), self._width()
         if kind == "gemma4_text":
             size = int(self._config.get("global_head_dim") or size)
             heads = int(self._config.get("num_global_key_value_heads") or heads)
-        return 2 * heads * size * self._size
+        return heads * (size + self._other("v_head_dim", size)) * self._size
 
     def _windows(self, layers: Sequence[int]) -> WindowLayers:
-        part = self._count("num_key_value_heads") * self._head_dim() * self._size
-        return WindowLayers(tuple(layers), self._count("sliding_window"), (part, part))
+        """MiMo-V2 and Step 3.5 may have other heads in them."""
+        heads = self._other("swa_num_key_value_heads", self._heads())
+        other = self._config.get("attention_other_setting")
+        if isinstance(other, Mapping):
+            heads = int(other.get("num_attention_groups") or heads)
+        key = self._other("swa_head_dim", self._width())
+        value = self._other("swa_v_head_dim", self._other("v_head_dim", key))
+        chunked = "attention_chunk_size" in self._config
+        tokens = self._count("attention_chunk_size" if chunked else "sliding_window")
+        parts = heads * key * self._size, heads * value * self._size
+        return WindowLayers(tuple(layers), tokens, parts)
 
-    def _head_dim(self) -> int:
-        if "head_dim" in self._config:
-            return self._count("head_dim")
-        return self._count("hidden_size") // self._count("num_attention_heads")
+    def _heads(self) -> int:
+        grouped = "num_attention_groups" in self._config
+        return self._count("num_attention_groups" if grouped else "num_key_value_heads")
+
+    def _width(self) -> int:
+        if self._config.get("head_dim") is None and "hidden_size" in self._config:
+            return self._count("hidden_size") // self._count("num_attention_heads")
+        return self._count("head_dim")
+
+    def _other(self, name: str, usual: int) -> int:
+        return usual if self._config.get(name) is None else self._count(name)
 
     def _states(self, kind: str, layers: Sequence[int]) -> StateLayers:
         """Of recurrent layers: the last inputs of a convolution over what goes into the recurrence,

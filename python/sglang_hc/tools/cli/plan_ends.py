@@ -41,6 +41,8 @@ def report(
 
 def why_kv(shape: KeptShape) -> str:
     """Why layers with full attention are kept as KV, for people."""
+    if not shape.hidden_bytes:
+        return f"K and V have {shape.row_bytes:,} bytes"
     sizes = f"a hidden state has {shape.hidden_bytes:,} bytes, K and V {shape.row_bytes:,}"
     if shape.hidden_bytes < shape.row_bytes:
         return f"{sizes}, but hidden states of such models were not checked"
