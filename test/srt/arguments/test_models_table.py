@@ -26,6 +26,18 @@ PAGE = (ROOT / "docs" / "models.md").read_text()
 TABLE = PAGE.partition("| kind |")[2].partition("\n\n")[0]
 
 
+POPULAR = {
+    "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM",
+    "DeepseekOCRForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM",
+    "Glm4vMoeForConditionalGeneration", "GptOssForCausalLM", "KimiK25ForConditionalGeneration",
+    "MiniMaxM2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
+}  # fmt: skip
+"""Of the models on SGLang's page of popular ones."""
+
+
 class Row(NamedTuple):
     """One line. named: architectures."""
 
@@ -69,6 +81,7 @@ def test_every_architecture_is_sglangs_and_has_one_row() -> None:
     names = [name for name, _ in NAMED]
     assert len(names) > 60 and len(set(names)) == len(names)
     assert set(names) <= set(ModelRegistry.get_supported_archs())
+    assert set(names) >= POPULAR
 
 
 @pytest.mark.parametrize(("name", "row"), NAMED, ids=[name for name, _ in NAMED])
