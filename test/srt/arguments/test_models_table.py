@@ -116,5 +116,5 @@ def test_pools_of_other_kinds_are_refused(pool: type) -> None:
 def test_each_row_names_a_test_that_is_there() -> None:
     for row in ROWS:
         files = re.findall(r"`(test/[\w/.]+)`", row.test)
-        assert files or row.test == "not checked", row.kind
+        assert files or row.test.startswith("not checked, unless named [below]"), row.kind
         assert all((ROOT / file).is_file() for file in files), row.test
