@@ -11,7 +11,10 @@ from benchmark.gpu.tables import all_tables, served_results
 from benchmark.harness.cells import OK, Cell, latest, on_gpu, read
 from benchmark.harness.report import Table
 
-STEPS = ("device", "drift", "restore", "capture", "kernels", "checked", "smoke", "throughput")
+STEPS = (
+    *("device", "drift", "restore", "capture", "kernels", "checked", "smoke", "throughput"),
+    "returning",
+)
 NAMES = {"checked": "checks", "smoke": "checks"}
 
 

@@ -117,6 +117,13 @@ STEPS = (
         ("--arms", "stock,hidden", f"--server-args=--hc-profile {FREE_LOADING}"),
     ),
     Step(
+        "ends",
+        "conversations with windows, and with states, that left the device",
+        4.0,
+        ("benchmark.ends.returning", "--kinds", "windows,states", "--models", "{scratch}"),
+        ("--rehearse", "--kinds", "windows"),
+    ),
+    Step(
         "restore-7b-disk",
         "restorations read from disk first",
         3.0,

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmark.ends import returning
 from benchmark.gpu.settings import SHAPES, goal_lines
 from benchmark.gpu.tables import all_tables, capture_rows, of_step, served_results
 from benchmark.harness import metrics, page
@@ -60,6 +61,9 @@ def goals(found: dict[str, Cell]) -> list[str]:
         how = ", deterministic" if row["deterministic"] else ""
         place = f"{row['model']} {row['dtype']} {row['layer_plan']}{how}"
         lines.append(f"{verdict}: drift of {place} is {worst:.1e}, at most {row['limit']:.1e}")
+    for row in of_step(found, "returning"):
+        verdict = "met" if returning.good(row) else "MISSED"
+        lines.append(f"{verdict}: with {row['kind']}, what left says what stayed says")
     rows = [row for row in of_step(found, "restore") if "arm" in row]
     for shape in dict.fromkeys(row["shape"] for row in rows):
         of_shape = [row for row in rows if row["shape"] == shape]

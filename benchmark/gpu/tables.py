@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
+from benchmark.ends import returning
 from benchmark.harness import report, results
 from benchmark.harness.cells import OK, Cell
 from benchmark.harness.report import Table
@@ -36,6 +37,7 @@ def all_tables(found: Mapping[str, Cell]) -> dict[str, Table]:
         "kernels": kernel_table(found),
         "checks": checks_table(found),
         "throughput": throughput_table(found),
+        "returning": returning_table(found),
     }
     for name, result in served_results(found).items():
         tables[name] = report.summary_table(result)
@@ -176,6 +178,11 @@ def throughput_table(found: Mapping[str, Cell]) -> Table:
 
 RETURNS = ("link_s", "restored_s", "recomputed_s")
 """Of weights alone in host memory: a conversation that returns."""
+
+
+def returning_table(found: Mapping[str, Cell]) -> Table:
+    rows = [tuple(returning.cells_of(row)) for row in of_step(found, "returning")]
+    return Table("Conversations that left the device", returning.COLUMNS, tuple(rows))
 
 
 def checks_table(found: Mapping[str, Cell]) -> Table:

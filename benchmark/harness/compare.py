@@ -17,6 +17,11 @@ _HALF_TIE_MARGIN = 0.1
 differ by float rounding only, so greedy decoding may part where two tokens are this close."""
 
 
+def tie_margin(dtype: str) -> float:
+    """The same of an element type."""
+    return TIE_MARGIN.get(dtype, _HALF_TIE_MARGIN)
+
+
 @dataclass
 class Disagreement:
     """The first token of one session at which an arm differs from the reference.
@@ -148,7 +153,7 @@ async def explain(
 
     Sets `margin` and `explained` in place. Raises client.RequestFailed.
     """
-    bound = TIE_MARGIN.get(dtype, _HALF_TIE_MARGIN)
+    bound = tie_margin(dtype)
     for item in disagreements[:limit]:
         if item.arm_token < 0 or item.reference_token < 0:
             continue

@@ -63,7 +63,7 @@ def test_a_rehearsal_measures_every_kind_of_cell(
     kinds = {cell["step"] for cell in found.values()}
     assert kinds == {
         *("campaign", "device", "checked", "drift", "restore", "multi-turn", "capture", "smoke"),
-        *("overhead", "throughput"),
+        *("overhead", "throughput", "returning"),
     }
     for cell in found.values():
         assert cell["commit"] and cell["device"].endswith("no GPU") and cell["command"], cell["key"]

@@ -23,6 +23,7 @@ _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num")
 _HEAD_DIM = ("head_dim", "kv_channels", "attention_head_size")
 _FFN = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+_EXPERTS_USED = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
 
 _FOURFOLD_FFN = {"gpt2", "gpt_bigcode", "gptj", "bloom", "falcon", "codegen", "mpt", "gpt_neo"}
 """Families whose FFN is four times the hidden size when the config does not say."""
@@ -303,9 +304,9 @@ class _Reader:
         if not experts:
             return matrices * hidden * self._ffn_width(hidden)
         expert = self._optional("moe_intermediate_size") or self._ffn_width(hidden)
-        shared = (self._optional("n_shared_experts") or 0) * expert
+        shared = (self._optional("n_shared_experts", "num_shared_experts") or 0) * expert
         shared += self._optional("shared_expert_intermediate_size") or 0
-        used = experts if stored else self._count(("num_experts_per_tok",))
+        used = experts if stored else self._count(_EXPERTS_USED)
         sparse = matrices * hidden * (used * expert + shared)
         dense_layers = self._dense_layers(layers)
         if not dense_layers:

@@ -18,7 +18,7 @@ from sglang_hc.policy.throughput import DEFAULT_CONTEXT as PROMPT
 from sglang_hc.tools.cli import plan_ends, throughput
 from sglang_hc.tools.cli.main import UsageError, blaming, count, number
 from sglang_hc.tools.datasheet import Hardware, datasheet_costs, load_hardware
-from sglang_hc.tools.model_ends import kept_shape
+from sglang_hc.tools.model_ends import computed_shape, kept_shape
 from sglang_hc.tools.model_shape import ModelShape, read_model_config
 
 DEFAULT_CONTEXT = 2560
@@ -102,7 +102,9 @@ def run(args: argparse.Namespace) -> int:
     if shape is None:
         assert kept is not None
         rates = {"host": link} | ({} if disk is None else {"disk": disk})
-        print(plan_ends.report(kept, context, rates, as_json=args.json))
+        computed = computed_shape(config, where)
+        modelled = None if computed is None else datasheet_costs(hardware, computed, link * 1e9)
+        print(plan_ends.report(kept, context, rates, modelled, as_json=args.json))
         return 0
     staged = None if disk is None or args.direct else disk * 1e9
     cost = datasheet_costs(hardware, shape, link * 1e9, staged)

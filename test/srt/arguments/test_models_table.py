@@ -1,0 +1,120 @@
+"""The table of docs/models.md: every architecture is SGLang's, and what the page says of it is what
+our start decides for it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+from sglang.srt.arg_groups import overrides
+from sglang.srt.configs import model_config
+from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MiniMaxSparseKVPool
+from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
+from sglang.srt.models.registry import ModelRegistry
+
+from sglang_hc.srt.model.families import FAMILIES
+from sglang_hc.srt.model.kv_pool import KvPoolRows, UnsupportedPool
+from sglang_hc.srt.model.recompute import RECOMPUTED
+from sglang_hc.srt.model.window_pool import full_attention
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "models.md").read_text()
+TABLE = PAGE.partition("| kind |")[2].partition("\n\n")[0]
+
+
+POPULAR = {
+    "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM",
+    "DeepseekOCRForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM",
+    "Glm4vMoeForConditionalGeneration", "GptOssForCausalLM", "KimiK25ForConditionalGeneration",
+    "MiniMaxM2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
+}  # fmt: skip
+"""Of the models on SGLang's page of popular ones."""
+
+
+class Row(NamedTuple):
+    """One line. named: architectures."""
+
+    kind: str
+    named: list[str]
+    hidden: str
+    kv: str
+    recomputed: str
+    test: str
+
+
+def rows() -> list[Row]:
+    found = []
+    for line in TABLE.splitlines()[2:]:
+        kind, architectures, *rest = (cell.strip() for cell in line.split("|")[1:-1])
+        names = [one for one in re.findall(r"`(\w+)`", architectures)]
+        found.append(Row(kind, names, *rest))
+    return found
+
+
+ROWS = rows()
+NAMED = [(name, row) for row in ROWS for name in row.named]
+
+
+def has_windows(name: str) -> bool:
+    """In a pool of their own."""
+    config = SimpleNamespace(sliding_window=128, layer_types=["sliding_attention"])
+    return bool(model_config.is_hybrid_swa_model([name], config))
+
+
+def has_states(name: str) -> bool:
+    return name in overrides._MAMBA_RADIX_CACHE_ARCHS | overrides._MAMBA_EXTRA_BUFFER_ARCHS
+
+
+def has_an_index(name: str) -> bool:
+    """Where its config says so."""
+    return model_config.is_deepseek_dsa(SimpleNamespace(architectures=[name], index_topk=64))
+
+
+def test_every_architecture_is_sglangs_and_has_one_row() -> None:
+    names = [name for name, _ in NAMED]
+    assert len(names) > 60 and len(set(names)) == len(names)
+    assert set(names) <= set(ModelRegistry.get_supported_archs())
+    assert set(names) >= POPULAR
+
+
+@pytest.mark.parametrize(("name", "row"), NAMED, ids=[name for name, _ in NAMED])
+def test_the_forms_of_a_row_are_those_of_a_start(name: str, row: Row) -> None:
+    assert (row.hidden == "yes") == (name in FAMILIES)
+    assert (row.recomputed == "yes") == (name in RECOMPUTED)
+    kind = row.kind.partition(",")[0]
+    if kind == "compressed":
+        return  # by their pools, below
+    assert has_windows(name) == (kind in ("windows", "both"))
+    assert has_states(name) == (kind in ("recurrent", "both"))
+    if kind in ("recurrent", "both"):
+        refused = kind == "both" or name not in overrides._MAMBA_EXTRA_BUFFER_ARCHS
+        assert (row.kv == "refused") == refused
+    assert not has_an_index(name) or kind in ("sparse", "latent")
+    assert has_an_index(name) or kind != "sparse"
+    if kind in ("vision", "dense", "experts", "latent"):
+        assert (name in model_config.multimodal_model_archs) == (kind == "vision")
+
+
+def test_what_has_forms_by_family_is_on_the_page() -> None:
+    names = {name for name, _ in NAMED}
+    assert FAMILIES.keys() | RECOMPUTED <= names
+
+
+@pytest.mark.parametrize("pool", [DeepSeekV4TokenToKVPool, MiniMaxSparseKVPool, QSATokenToKVPool])
+def test_pools_of_other_kinds_are_refused(pool: type) -> None:
+    with pytest.raises(UnsupportedPool, match=f"KV pool {pool.__name__} is not supported"):
+        KvPoolRows(full_attention(object.__new__(pool)), None)
+
+
+def test_each_row_names_a_test_that_is_there() -> None:
+    for row in ROWS:
+        files = re.findall(r"`(test/[\w/.]+)`", row.test)
+        assert files or row.test.startswith("not checked, unless named [below]"), row.kind
+        assert all((ROOT / file).is_file() for file in files), row.test
