@@ -12,6 +12,7 @@ import pytest
 
 from sglang_hc.forms import BLOCK_TOKENS
 from support import (
+    ranked_turns,
     retractions,
     state_core,
     state_model,
@@ -19,6 +20,7 @@ from support import (
 )
 from support.core import Once, Reply, run_in_child
 from support.prompts import in_directory, in_store, on_disk, prompt
+from support.ranked_core import run_ranks
 from support.starts import check_left_out, refusal
 from support.state_core import KEPT, engine, evicted, never_evicted
 
@@ -122,15 +124,17 @@ def test_aborts_leave_nothing_behind(model: str) -> None:
     assert found["stats"]["restored_states"] > 5 and "guarded_errors" not in found["stats"]
 
 
-def first_turn(model: str, *flags: str) -> list[int]:
-    core = engine(model, *flags)
+def first_turn(model: str, *flags: str, start: state_core.Start = engine) -> list[int]:
+    core = start(model, *flags)
     reply = core.ask(state_core.PROMPT, 24)
     core.settle()
     return reply.tokens
 
 
-def second_turn(model: str, first: list[int], *flags: str) -> Reply:
-    core = engine(model, *flags)
+def second_turn(
+    model: str, first: list[int], *flags: str, start: state_core.Start = engine
+) -> Reply:
+    core = start(model, *flags)
     reply = core.ask(state_core.history(first), 24)
     core.settle()
     return reply
@@ -147,6 +151,63 @@ def test_the_next_server_goes_on(
     second = run_in_child(second_turn, model, first, *flags)
     assert [first, second.tokens] == wanted
     assert second.storage == KEPT
+
+
+# -- two ranks ------------------------------------------------------------------------------------
+
+
+def talk_on_rank(rank: int, port: int, model: str, *flags: str) -> ranked_turns.Turns:
+    return ranked_turns.talk(state_core.engine_of_rank(rank, port, model, *flags), "away")
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3.5", *(pytest.param(name, marks=slow) for name in ("qwen3-next", "granite-4"))]
+)
+def test_two_ranks_divide_states(folder: Path, tmp_path: Path, name: str) -> None:
+    found = run_ranks(talk_on_rank, str(folder / name), *on_disk(tmp_path))
+    ranked_turns.check_tokens(found)
+    assert found[0].counted["restored_tokens"] == found[0].stored == ranked_turns.BLOCKS
+    assert [turns.counted["restored_states"] for turns in found] == [1, 1]
+
+
+def on_rank(rank: int, port: int, body: Callable[..., Any], *args: Any) -> Any:
+    """What a body gives that takes an engine's start."""
+    return body(*args, start=partial(state_core.engine_of_rank, rank, port))
+
+
+def right_and_wrong(model: str, start: state_core.Start) -> list[state_core.Told]:
+    """The second conversation finds a state of another place, in the part of one rank."""
+
+    def stale(core: Any, name: str) -> None:
+        if core.rank == 1:
+            state_core.stale(core, name)
+
+    return evicted(model, spoils=(None, stale), start=start)
+
+
+@slow
+def test_a_wrong_state_of_one_rank_is_noticed(model: str) -> None:
+    """The control: its heads are part of what both ranks go on with."""
+    wanted, _ = run_ranks(on_rank, never_evicted, model)
+    first, second = run_ranks(on_rank, right_and_wrong, model)
+    for right, wrong in (first, second):
+        assert [right.first, right.second.tokens] == wanted and right.same
+        assert wrong.first == wanted[0] and wrong.second.host == KEPT
+        assert wrong.second.tokens != wanted[1]
+    assert not second[1].same
+
+
+@slow
+def test_the_next_server_of_two_ranks_goes_on(model: str, tmp_path: Path) -> None:
+    wanted, _ = run_ranks(on_rank, never_evicted, model)
+    below = on_disk(tmp_path)
+    first, other = run_ranks(on_rank, first_turn, model, *below)
+    assert first == other == wanted[0]
+    for second in run_ranks(on_rank, second_turn, model, first, *below):
+        assert second.tokens == wanted[1] and second.storage == KEPT
+
+
+# -- others beside --------------------------------------------------------------------------------
 
 
 def retracted(model: str, often: bool) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from sglang_hc.tree.namespaces import client_namespace
 from support import state_kernels
 from support.core import Core, Reply
 from support.prompts import SMALL, prompt
+from support.ranked_core import RankedCore
 
 STATES = "--max-mamba-cache-size", "24", "--max-running-requests", "4"
 """A request that runs needs three states, and one that it began with is the tree's."""
@@ -21,6 +22,9 @@ KEPT = 320
 """Tokens up to the last state of the first turn: the prompt has one at 256, the reply at 320."""
 
 
+Start = Callable[..., Core]
+"""Starts an engine with a model and flags."""
+
 Spoil = Callable[[Core, str], None]
 """Puts something wrong into host memory, of the conversation with this salt."""
 
@@ -29,6 +33,12 @@ def engine(model: str, *flags: str, **options: Any) -> Core:
     """model: path of one of `state_model`."""
     state_kernels.use()
     return Core(*SMALL, *STATES, *flags, model=model, **options)
+
+
+def engine_of_rank(rank: int, port: int, model: str, *flags: str) -> RankedCore:
+    """The same, one of two ranks."""
+    state_kernels.use()
+    return RankedCore(rank, port, *SMALL, *STATES, *flags, model=model)
 
 
 def history(first: list[int]) -> list[int]:
@@ -85,17 +95,19 @@ class Told(NamedTuple):
     stats: dict[str, Any]
 
 
-def never_evicted(model: str, *flags: str) -> list[list[int]]:
+def never_evicted(model: str, *flags: str, start: Start = engine) -> list[list[int]]:
     """The replies of SGLang alone, which keeps states as often."""
-    core = engine(model, *flags, "--hc-disable", "--mamba-track-interval", "64")
+    core = start(model, *flags, "--hc-disable", "--mamba-track-interval", "64")
     first = core.ask(PROMPT, 24).tokens
     return [first, core.ask(history(first), 24).tokens]
 
 
-def evicted(model: str, *flags: str, spoils: Sequence[Spoil | None] = (None,)) -> list[Told]:
+def evicted(
+    model: str, *flags: str, spoils: Sequence[Spoil | None] = (None,), start: Start = engine
+) -> list[Told]:
     """Others write over everything on the device between the turns of a conversation for each of
     `spoils`, which is called before the second one."""
-    core, found = engine(model, *flags), []
+    core, found = start(model, *flags), []
     for number, spoil in enumerate(spoils):
         name = f"talk {number}"
         first = core.ask(PROMPT, 24, name).tokens
