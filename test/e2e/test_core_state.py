@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from transformers import Lfm2Config
 
 from sglang_hc.forms import BLOCK_TOKENS
 from support import (
     ranked_turns,
     retractions,
     state_core,
-    state_model,
     state_talks,
 )
 from support.core import Once, Reply, run_in_child
@@ -23,7 +23,8 @@ from support.during import When
 from support.prompts import in_directory, in_store, on_disk, prompt
 from support.ranked_core import run_ranks
 from support.starts import check_left_out, refusal
-from support.state_core import KEPT, engine, evicted, never_evicted
+from support.state_core import KEPT, PROMPT, engine, evicted, never_evicted
+from support.state_model import MODELS, make
 
 CHUNKS = "--chunked-prefill-size", "128"
 UNEVEN = "--chunked-prefill-size", "100"
@@ -36,7 +37,7 @@ slow = pytest.mark.slow
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("states")
-    state_model.make(made)
+    make(made)
     return made
 
 
@@ -46,7 +47,7 @@ def model(folder: Path) -> str:
 
 
 @slow
-@pytest.mark.parametrize("name", list(state_model.MODELS))
+@pytest.mark.parametrize("name", list(MODELS))
 def test_the_kernels_of_these_tests_compute_these_models(folder: Path, name: str) -> None:
     model = str(folder / name)
     wanted = run_in_child(state_core.by_transformers, model)
@@ -65,6 +66,7 @@ def test_the_kernels_of_these_tests_compute_these_models(folder: Path, name: str
         pytest.param("granite-4", (), marks=slow),
         pytest.param("granite-4", (*PAGES, *CHUNKS), marks=slow),
         pytest.param("qwen3.5", (*PAGES, *CHUNKS), marks=slow),
+        pytest.param("nemotron-h", (), marks=slow),
     ],
 )
 def test_what_left_the_device_comes_back(
@@ -75,14 +77,16 @@ def test_what_left_the_device_comes_back(
     (found,) = run_in_child(evicted, model, *flags)
     assert [found.first, found.second.tokens] == wanted
     assert found.same, "the device has other bytes than before"
-    assert (found.second.device, found.second.host) == (0, KEPT)
+    assert (found.second.device, found.second.host) == (0, state_core.kept_of(model))
     assert found.stats["layer_plan"] == "kv:2" and "guarded_errors" not in found.stats
 
 
 def test_a_wrong_state_is_noticed(model: str, once: Once) -> None:
     """The control: the state behind the last end is another one, the rows of K and V are right."""
     wanted = once(never_evicted, model)
-    spoils = None, state_core.stale, state_core.another, state_core.missing
+    spoils = (
+        None, state_core.stale, state_core.another, state_core.missing, state_core.without_a_layer,
+    )  # fmt: skip
     right, *wrong = run_in_child(partial(evicted, spoils=spoils), model)
     assert [right.first, right.second.tokens] == wanted and right.same
     for found in wrong:
@@ -127,7 +131,7 @@ def test_aborts_leave_nothing_behind(model: str) -> None:
 
 def first_turn(model: str, *flags: str, start: state_core.Start = engine) -> list[int]:
     core = start(model, *flags)
-    reply = core.ask(state_core.PROMPT, 24)
+    reply = core.ask(PROMPT, 24)
     core.settle()
     return reply.tokens
 
@@ -162,7 +166,7 @@ def talk_on_rank(rank: int, port: int, model: str, *flags: str) -> ranked_turns.
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3.5", *(pytest.param(name, marks=slow) for name in ("qwen3-next", "granite-4"))]
+    "name", [name if name == "qwen3.5" else pytest.param(name, marks=slow) for name in MODELS]
 )
 def test_two_ranks_divide_states(folder: Path, tmp_path: Path, name: str) -> None:
     found = run_ranks(talk_on_rank, str(folder / name), *on_disk(tmp_path))
@@ -307,3 +311,11 @@ def test_hidden_form_and_audits_are_left_out_and_the_log_says_why(model: str) ->
 )
 def test_what_cannot_be_right_is_refused(model: str, flags: tuple[str, ...], why: str) -> None:
     assert why in refusal(engine, model, *flags)
+
+
+@slow
+def test_a_model_whose_states_lie_elsewhere_is_refused(tmp_path: Path) -> None:
+    """SGLang chooses for it to keep them where requests end."""
+    Lfm2Config(architectures=["Lfm2ForCausalLM"], num_hidden_layers=2).save_pretrained(tmp_path)
+    why = refusal(engine, str(tmp_path))
+    assert "--mamba-radix-cache-strategy no_buffer" in why and "where requests end" in why

@@ -20,6 +20,11 @@ _SHAPE: dict[str, Any] = dict(
     layer_types=["linear_attention", "full_attention"] * 2, full_attention_interval=2,
 )  # fmt: skip
 
+_COMMON: dict[str, Any] = dict(
+    hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=False,
+)  # fmt: skip
+
 MODELS = {
     "qwen3-next": Family(
         "Qwen3NextConfig",
@@ -39,15 +44,31 @@ MODELS = {
         "Granite 4, Mamba2, dense, no positions",
     ),
     "qwen3.5": Family("Qwen3_5TextConfig", _SHAPE, "Qwen3.5, gated delta rule, dense"),
+    "nemotron-h": Family(
+        "NemotronHConfig",
+        _COMMON | dict(
+            hybrid_override_pattern="M*-M*-", head_dim=64, mamba_num_heads=8, mamba_head_dim=64,
+            ssm_state_size=32, n_groups=8, chunk_size=64,
+        ),
+        "Nemotron-H, Mamba2, layers of MLPs alone, no positions",
+    ),
 }  # fmt: skip
 
 
-_centre = make_tiny_models._centre
+def step_of(model: str) -> int:
+    """Tokens between two places where a model leaves states. model: its path."""
+    return int(MODELS[Path(model).name].arguments.get("mamba_chunk_size", 64))
 
 
-def centre(module_name: str, module: Any, name: str) -> float:
+_fill = make_tiny_models.fill_weights
+
+
+def fill_weights(model: Any, *args: Any) -> None:
     """What a recurrent layer keeps lasts for hundreds of tokens."""
-    return -5.0 if name == "A_log" else _centre(module_name, module, name)
+    _fill(model, *args)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.data -= 5.0
 
 
 def make(folder: Path) -> None:
@@ -56,7 +77,15 @@ def make(folder: Path) -> None:
     subprocess.run([sys.executable, "-m", __name__, str(folder)], check=True, env=env)
 
 
+def publish(folder: Path) -> None:
+    """Call layers what published checkpoints of Nemotron-H call them."""
+    config = folder / "nemotron-h" / "config.json"
+    text = config.read_text().replace("linear_attention", "mamba")
+    config.write_text(text.replace("full_attention", "attention"))
+
+
 if __name__ == "__main__":
-    make_tiny_models._centre = centre
+    make_tiny_models.fill_weights = fill_weights
     FAMILIES.update(MODELS)
     make_models(list(MODELS), Path(sys.argv[1]), 0, False)
+    publish(Path(sys.argv[1]))
