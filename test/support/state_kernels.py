@@ -15,7 +15,7 @@ import torch
 import torch._dynamo
 from torch.nn import functional
 
-from support import mamba_kernels
+from support import kda_kernels, mamba_kernels
 from support.sparse_kernels import in_float64
 
 CHUNK = 64
@@ -48,6 +48,7 @@ def use() -> None:
     experts.fused_gate_sigmoid_mul_add = add_gated
     qwen.fused_sigmoid_mul = gated
     mamba_kernels.use()
+    kda_kernels.use()
     torch.nn.functional.linear = in_float64(torch.nn.functional.linear)
 
 

@@ -44,6 +44,20 @@ MODELS = {
         "Granite 4, Mamba2, dense, no positions",
     ),
     "qwen3.5": Family("Qwen3_5TextConfig", _SHAPE, "Qwen3.5, gated delta rule, dense"),
+    "kimi-linear": Family(
+        "KimiLinearConfig",
+        _COMMON | dict(
+            num_key_value_heads=4, kv_lora_rank=64, q_lora_rank=None, qk_nope_head_dim=32,
+            qk_rope_head_dim=32, v_head_dim=32, mla_use_nope=True, num_local_experts=4,
+            num_experts_per_tok=2, moe_intermediate_size=128, n_shared_experts=1,
+            first_k_dense_replace=0,
+            linear_attn_config=dict(
+                num_heads=4, head_dim=32, short_conv_kernel_size=4, kda_layers=[1, 3],
+                full_attn_layers=[2, 4],
+            ),
+        ),
+        "Kimi Linear, a delta rule with gates of channels, latent attention, two of four experts",
+    ),
     "nemotron-h": Family(
         "NemotronHConfig",
         _COMMON | dict(
@@ -51,6 +65,14 @@ MODELS = {
             ssm_state_size=32, n_groups=8, chunk_size=64,
         ),
         "Nemotron-H, Mamba2, layers of MLPs alone, no positions",
+    ),
+    "falcon-h1": Family(
+        "FalconH1Config",
+        _COMMON | dict(
+            head_dim=64, mamba_d_ssm=512, mamba_n_heads=8, mamba_d_head=64, mamba_d_state=32,
+            mamba_n_groups=1, mamba_chunk_size=128, mamba_rms_norm=False, rope_theta=100000.0,
+        ),
+        "Falcon-H1, Mamba2 and attention in each layer, a state each 128 tokens",
     ),
 }  # fmt: skip
 
