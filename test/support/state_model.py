@@ -51,6 +51,7 @@ MODELS = {
             qk_rope_head_dim=32, v_head_dim=32, mla_use_nope=True, num_local_experts=4,
             num_experts_per_tok=2, moe_intermediate_size=128, n_shared_experts=1,
             first_k_dense_replace=0,
+            routed_scaling_factor=1.0,  # SGLang's experts leave it out on a CPU
             linear_attn_config=dict(
                 num_heads=4, head_dim=32, short_conv_kernel_size=4, kda_layers=[1, 3],
                 full_attn_layers=[2, 4],
