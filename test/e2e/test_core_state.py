@@ -172,7 +172,7 @@ def talk_on_rank(rank: int, port: int, model: str, *flags: str) -> ranked_turns.
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3.5", *(pytest.param(name, marks=slow) for name in ("qwen3-next", "granite-4"))]
+    "name", [name if name == "qwen3.5" else pytest.param(name, marks=slow) for name in MODELS]
 )
 def test_two_ranks_divide_states(folder: Path, tmp_path: Path, name: str) -> None:
     found = run_ranks(talk_on_rank, str(folder / name), *on_disk(tmp_path))
