@@ -6,21 +6,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from transformers import Lfm2Config
 
 from sglang_hc.forms import BLOCK_TOKENS
 from support import (
+    ranked_turns,
     retractions,
     state_core,
-    state_model,
     state_talks,
 )
+from support.adapters import MLP, adapter_flags, adapter_ids, write_adapter
 from support.core import Once, Reply, run_in_child
+from support.during import When
 from support.prompts import in_directory, in_store, on_disk, prompt
+from support.ranked_core import run_ranks
 from support.starts import check_left_out, refusal
-from support.state_core import KEPT, engine, evicted, never_evicted
+from support.state_core import KEPT, PROMPT, engine, evicted, never_evicted
+from support.state_model import MODELS, make
 
 CHUNKS = "--chunked-prefill-size", "128"
 UNEVEN = "--chunked-prefill-size", "100"
@@ -33,7 +38,7 @@ slow = pytest.mark.slow
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("states")
-    state_model.make(made)
+    make(made)
     return made
 
 
@@ -43,7 +48,7 @@ def model(folder: Path) -> str:
 
 
 @slow
-@pytest.mark.parametrize("name", list(state_model.MODELS))
+@pytest.mark.parametrize("name", list(MODELS))
 def test_the_kernels_of_these_tests_compute_these_models(folder: Path, name: str) -> None:
     model = str(folder / name)
     wanted = run_in_child(state_core.by_transformers, model)
@@ -62,6 +67,11 @@ def test_the_kernels_of_these_tests_compute_these_models(folder: Path, name: str
         pytest.param("granite-4", (), marks=slow),
         pytest.param("granite-4", (*PAGES, *CHUNKS), marks=slow),
         pytest.param("qwen3.5", (*PAGES, *CHUNKS), marks=slow),
+        pytest.param("nemotron-h", (), marks=slow),
+        pytest.param("falcon-h1", (), marks=slow),
+        pytest.param("falcon-h1", (*PAGES, *CHUNKS), marks=slow),
+        pytest.param("kimi-linear", (*UNEVEN, "--enable-mixed-chunk"), marks=slow),
+        pytest.param("kimi-linear", (*PAGES, PLAIN), marks=slow),
     ],
 )
 def test_what_left_the_device_comes_back(
@@ -72,14 +82,17 @@ def test_what_left_the_device_comes_back(
     (found,) = run_in_child(evicted, model, *flags)
     assert [found.first, found.second.tokens] == wanted
     assert found.same, "the device has other bytes than before"
-    assert (found.second.device, found.second.host) == (0, KEPT)
-    assert found.stats["layer_plan"] == "kv:2" and "guarded_errors" not in found.stats
+    assert (found.second.device, found.second.host) == (0, state_core.kept_of(model))
+    layers = 4 if name == "falcon-h1" else 2
+    assert found.stats["layer_plan"] == f"kv:{layers}" and "guarded_errors" not in found.stats
 
 
 def test_a_wrong_state_is_noticed(model: str, once: Once) -> None:
     """The control: the state behind the last end is another one, the rows of K and V are right."""
     wanted = once(never_evicted, model)
-    spoils = None, state_core.stale, state_core.another, state_core.missing
+    spoils = (
+        None, state_core.stale, state_core.another, state_core.missing, state_core.without_a_layer,
+    )  # fmt: skip
     right, *wrong = run_in_child(partial(evicted, spoils=spoils), model)
     assert [right.first, right.second.tokens] == wanted and right.same
     for found in wrong:
@@ -122,15 +135,17 @@ def test_aborts_leave_nothing_behind(model: str) -> None:
     assert found["stats"]["restored_states"] > 5 and "guarded_errors" not in found["stats"]
 
 
-def first_turn(model: str, *flags: str) -> list[int]:
-    core = engine(model, *flags)
-    reply = core.ask(state_core.PROMPT, 24)
+def first_turn(model: str, *flags: str, start: state_core.Start = engine) -> list[int]:
+    core = start(model, *flags)
+    reply = core.ask(PROMPT, 24)
     core.settle()
     return reply.tokens
 
 
-def second_turn(model: str, first: list[int], *flags: str) -> Reply:
-    core = engine(model, *flags)
+def second_turn(
+    model: str, first: list[int], *flags: str, start: state_core.Start = engine
+) -> Reply:
+    core = start(model, *flags)
     reply = core.ask(state_core.history(first), 24)
     core.settle()
     return reply
@@ -149,6 +164,63 @@ def test_the_next_server_goes_on(
     assert second.storage == KEPT
 
 
+# -- two ranks ------------------------------------------------------------------------------------
+
+
+def talk_on_rank(rank: int, port: int, model: str, *flags: str) -> ranked_turns.Turns:
+    return ranked_turns.talk(state_core.engine_of_rank(rank, port, model, *flags), "away")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "qwen3.5" else pytest.param(name, marks=slow) for name in MODELS]
+)
+def test_two_ranks_divide_states(folder: Path, tmp_path: Path, name: str) -> None:
+    found = run_ranks(talk_on_rank, str(folder / name), *on_disk(tmp_path))
+    ranked_turns.check_tokens(found)
+    assert found[0].counted["restored_tokens"] == found[0].stored == ranked_turns.BLOCKS
+    assert [turns.counted["restored_states"] for turns in found] == [1, 1]
+
+
+def on_rank(rank: int, port: int, body: Callable[..., Any], *args: Any) -> Any:
+    """What a body gives that takes an engine's start."""
+    return body(*args, start=partial(state_core.engine_of_rank, rank, port))
+
+
+def right_and_wrong(model: str, start: state_core.Start) -> list[state_core.Told]:
+    """The second conversation finds a state of another place, in the part of one rank."""
+
+    def stale(core: Any, name: str) -> None:
+        if core.rank == 1:
+            state_core.stale(core, name)
+
+    return evicted(model, spoils=(None, stale), start=start)
+
+
+@slow
+def test_a_wrong_state_of_one_rank_is_noticed(model: str) -> None:
+    """The control: its heads are part of what both ranks go on with."""
+    wanted, _ = run_ranks(on_rank, never_evicted, model)
+    first, second = run_ranks(on_rank, right_and_wrong, model)
+    for right, wrong in (first, second):
+        assert [right.first, right.second.tokens] == wanted and right.same
+        assert wrong.first == wanted[0] and wrong.second.host == KEPT
+        assert wrong.second.tokens != wanted[1]
+    assert not second[1].same
+
+
+@slow
+def test_the_next_server_of_two_ranks_goes_on(model: str, tmp_path: Path) -> None:
+    wanted, _ = run_ranks(on_rank, never_evicted, model)
+    below = on_disk(tmp_path)
+    first, other = run_ranks(on_rank, first_turn, model, *below)
+    assert first == other == wanted[0]
+    for second in run_ranks(on_rank, second_turn, model, first, *below):
+        assert second.tokens == wanted[1] and second.storage == KEPT
+
+
+# -- others beside --------------------------------------------------------------------------------
+
+
 def retracted(model: str, often: bool) -> dict[str, Any]:
     if often:
         retractions.retract_often()
@@ -163,6 +235,89 @@ def test_what_was_retracted_comes_back(model: str) -> None:
     assert found["replies"] == calm["replies"] and found["retractions"] > 0
     assert found["again"] <= BLOCK_TOKENS * found["retractions"]
     assert found["stats"]["retracted_restored_tokens"] > 0
+
+
+class Room(NamedTuple):
+    """The replies of a request that makes room for one of a higher priority, and leaves the device
+    then, and of that one: each undisturbed, then both. again: tokens of the first that were
+    computed twice. stats: behind them."""
+
+    alone: list[list[int]]
+    both: list[list[int]]
+    retractions: int
+    again: int
+    stats: dict[str, Any]
+
+
+def makes_room(model: str, *flags: str) -> Room:
+    prompts = prompt("low", 100), prompt("high", 90)
+    one = "--max-running-requests", "1", "--enable-priority-scheduling"
+    core = engine(model, *one, *flags)
+    alone = [core.ask(tokens, 60, "alone").tokens for tokens in prompts]
+    computed, rids = retractions.Computed(core), [core.submit(prompts[0], 60)]
+    core.inbox[-1].priority = 0
+
+    def leave() -> None:
+        core.tree.tiers.drain()
+        core.evict()
+
+    left = When(lambda: any(r.retraction_count for r in core.scheduler.waiting_queue), leave)
+
+    def each_pass(number: int) -> None:
+        left(number)
+        if number == 40:
+            rids.append(core.submit(prompts[1], 60))
+            core.inbox[-1].priority = 100
+
+    core.run(each_pass=each_pass)
+    core.settle()
+    retracted = core.requests[rids[0]].retraction_count
+    both = [core.reply(rid).tokens for rid in rids]
+    return Room(alone, both, retracted, computed.again, core.tree.stats())
+
+
+@slow
+@pytest.mark.parametrize("flags", [(), (*PAGES, PLAIN)])
+def test_what_made_room_comes_back(model: str, flags: tuple[str, ...]) -> None:
+    """With the state at 128 tokens, which the reply has passed."""
+    room = run_in_child(makes_room, model, *flags)
+    assert room.both == room.alone and room.retractions == 1
+    assert room.stats["retracted_restored_tokens"] == 2 * BLOCK_TOKENS
+    assert 0 < room.again < BLOCK_TOKENS and "guarded_errors" not in room.stats
+
+
+def adapted(model: str, adapters: dict[str, str], *flags: str) -> dict[str, list[Reply]]:
+    """By adapter, and "none": two turns, the second one of which repeats what "a" has said first.
+    Where there are tiers everything leaves the device between them."""
+    core = engine(model, "--max-total-tokens", "2048", *adapter_flags(adapters, 2), *flags)
+    names = {**adapter_ids(core), "none": None}
+    found: dict[str, list[Reply]] = {name: [] for name in names}
+
+    def ask_all(tokens: list[int]) -> None:
+        for name, adapter in names.items():
+            rid = core.submit(tokens, 24, lora=adapter)
+            core.run()
+            found[name].append(core.reply(rid))
+        core.settle()
+
+    ask_all(PROMPT)
+    if "--hc-disable" not in flags:
+        core.evict()
+    ask_all(state_core.history(found["a"][0].tokens))
+    return found
+
+
+@slow
+def test_a_state_belongs_to_its_adapter(folder: Path, tmp_path: Path) -> None:
+    model = str(folder / "qwen3.5")
+    adapters = {name: write_adapter(tmp_path / name, i, model, MLP) for i, name in enumerate("ab")}
+    wanted, found = (run_in_child(adapted, model, adapters, *flags) for flags in (ALONE, ()))
+    for name, turns in found.items():
+        assert [turn.tokens for turn in turns] == [turn.tokens for turn in wanted[name]], name
+        assert turns[0].cached == turns[1].device == 0, "state of another adapter was found"
+    assert len({tuple(first.tokens) for first, _ in found.values()}) == len(found)
+    restored = [second.host for _, second in found.values()]
+    assert restored == [KEPT, 256, 256], "the others up to the end of the prompt"
 
 
 @slow
@@ -196,3 +351,11 @@ def test_hidden_form_is_left_out_and_the_log_says_why(model: str) -> None:
 )
 def test_what_cannot_be_right_is_refused(model: str, flags: tuple[str, ...], why: str) -> None:
     assert why in refusal(engine, model, *flags)
+
+
+@slow
+def test_a_model_whose_states_lie_elsewhere_is_refused(tmp_path: Path) -> None:
+    """SGLang chooses for it to keep them where requests end."""
+    Lfm2Config(architectures=["Lfm2ForCausalLM"], num_hidden_layers=2).save_pretrained(tmp_path)
+    why = refusal(engine, str(tmp_path))
+    assert "--mamba-radix-cache-strategy no_buffer" in why and "where requests end" in why

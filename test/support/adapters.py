@@ -15,30 +15,32 @@ from support.core import MODELS, Core
 RANK = 4
 
 
-def write_adapter(folder: Path, seed: int, model: str) -> str:
-    """A folder like one of PEFT: random weights for the projections of a model's attention."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import AutoConfig
+ATTENTION = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
+MLP = "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
 
-    config = AutoConfig.from_pretrained(MODELS / model)
-    head = config.hidden_size // config.num_attention_heads
-    sizes = {
-        "q_proj": config.hidden_size,
-        "k_proj": head * config.num_key_value_heads,
-        "v_proj": head * config.num_key_value_heads,
-    }
+
+def write_adapter(folder: Path, seed: int, model: str, adapted: tuple[str, ...] = ATTENTION) -> str:
+    """A folder like one of PEFT: random weights for projections of all layers. model: a name in
+    `MODELS`, or a path."""
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for layer in range(config.num_hidden_layers):
-        for name, size in sizes.items():
-            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            for part, shape in (("A", (RANK, config.hidden_size)), ("B", (size, RANK))):
+    with safe_open(MODELS / model / "model.safetensors", "pt") as checkpoint:
+        for key in sorted(checkpoint.keys()):
+            place = key.removesuffix(".weight")
+            if not place.endswith(adapted):
+                continue
+            rows, columns = checkpoint.get_slice(key).get_shape()
+            for part, shape in (("A", (RANK, columns)), ("B", (rows, RANK))):
                 random_part = torch.randn(shape, generator=generator) * 0.1
-                weights[f"{place}.lora_{part}.weight"] = random_part
+                weights[f"base_model.model.{place}.lora_{part}.weight"] = random_part
     folder.mkdir()
     save_file(weights, folder / "adapter_model.safetensors")
-    about = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": sorted(sizes)}
+    targets = sorted(name.partition(".")[2] for name in adapted)
+    about = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": targets}
     (folder / "adapter_config.json").write_text(json.dumps(about))
     return str(folder)
 

@@ -22,8 +22,8 @@ def use() -> None:
     def keep(conv: torch.Tensor, state: torch.Tensor, *places: Any, **_: Any) -> None:
         keep_states(conv.unsqueeze(0), state.unsqueeze(0), *places)
 
-    mixer.causal_conv1d_fn_triton = convolve
-    mixer.causal_conv1d_update_triton = convolve_one
+    mixer.causal_conv1d_fn = mixer.causal_conv1d_fn_triton = convolve
+    mixer.causal_conv1d_update = mixer.causal_conv1d_update_triton = convolve_one
     mixer.mamba_chunk_scan_combined, mixer.selective_state_update = prefill, decode
     states.track_mamba_states_if_needed = keep
     Mixer2RMSNormGated.forward = Mixer2RMSNormGated.forward_native

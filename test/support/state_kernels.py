@@ -12,9 +12,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch.nn import functional
 
-from support import mamba_kernels
+from support import kda_kernels, mamba_kernels
 from support.sparse_kernels import in_float64
 
 CHUNK = 64
@@ -26,7 +27,7 @@ def use() -> None:
     import os
 
     os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float32"
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    torch._dynamo.config.disable = True
     _without_a_device()
     import sglang.srt.arg_groups.mamba_hook as arguments
     import sglang.srt.layers.attention.hybrid_linear_attn_backend as states
@@ -47,6 +48,7 @@ def use() -> None:
     experts.fused_gate_sigmoid_mul_add = add_gated
     qwen.fused_sigmoid_mul = gated
     mamba_kernels.use()
+    kda_kernels.use()
     torch.nn.functional.linear = in_float64(torch.nn.functional.linear)
 
 
@@ -119,6 +121,7 @@ def prefill(
     """q, k (1, tokens, key heads, K), v (1, tokens, heads, V) of several requests, whose states are
     in slots of initial_state (slots, heads, V, K). Returns (1, tokens, heads, V), and the state at
     the begin of each chunk of each request, (1, chunks, heads, V, K) float32."""
+    g = g if g.ndim == 4 else g.unsqueeze(-1)
     out, states, spans = torch.empty_like(v), [], pairwise(cu_seqlens.tolist())
     for slot, (at, end) in zip(initial_state_indices.tolist(), spans, strict=True):
         parts = (part[0, at:end] for part in (q, k, v, g, beta))
@@ -141,7 +144,7 @@ def decode(
     for request, slot in enumerate(ssm_state_indices.tolist()):
         out[request], _, initial_state[slot] = delta_rule(
             q[request].view(1, -1, key), k[request].view(1, -1, key),
-            v[request].view(1, heads, value), kept[0, request : request + 1],
+            v[request].view(1, heads, value), kept[0, request : request + 1].unsqueeze(-1),
             replaced[0, request : request + 1], initial_state[slot],
         )  # fmt: skip
 
@@ -151,9 +154,10 @@ def delta_rule(
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Tokens of one request in chunks: within one, what each token adds follows from the others by
-    one triangular system. q, k (tokens, key heads, K), v (tokens, heads, V), g, beta (tokens,
-    heads), state (heads, V, K). Returns what `prefill` does, and the last state, float64."""
-    tokens, heads = g.shape
+    one triangular system. q, k (tokens, key heads, K), v (tokens, heads, V), g (tokens, heads, 1),
+    or K in place of 1 where each channel has its own, beta (tokens, heads), state (heads, V, K).
+    Returns what `prefill` does, and the last state, float64."""
+    tokens, heads = beta.shape
     each, chunks = heads // q.shape[1], -(-tokens // CHUNK)
 
     def chunked(part: torch.Tensor) -> torch.Tensor:
@@ -164,15 +168,15 @@ def delta_rule(
     query = chunked(_unit(q).repeat_interleave(each, 1)) * q.shape[-1] ** -0.5
     key = chunked(_unit(k).repeat_interleave(each, 1))
     value, rate = chunked(v), chunked(beta.unsqueeze(-1))
-    decay = chunked(g.unsqueeze(-1)).cumsum(2)
-    between = (decay - decay.transpose(2, 3)).tril().exp().tril()
-    mixed = rate * (key @ key.transpose(2, 3)) * between
+    decay = chunked(g).cumsum(2)
+    back = (key * (-decay).exp()).transpose(2, 3)
+    mixed = (rate * decay.exp() * key) @ back
     system = torch.eye(CHUNK, dtype=torch.float64) + mixed.tril(-1)
     sides = torch.cat([rate * value, rate * decay.exp() * key], -1)
     added, erased = torch.linalg.solve_triangular(
         system, sides, upper=False, unitriangular=True
     ).split([value.shape[-1], key.shape[-1]], -1)
-    seen = (query @ key.transpose(2, 3)) * between
+    seen = ((query * decay.exp()) @ back).tril()
     now, out, states = state.double(), torch.empty_like(value), []
     for i in range(chunks):
         states.append(now)
@@ -207,7 +211,8 @@ def gated_norm(self: Any, x: torch.Tensor, z: torch.Tensor | None = None, *_: An
     rows = x.double()
     rows = rows * torch.rsqrt((rows * rows).mean(-1, keepdim=True) + self.eps)
     rows = rows * self.weight.double()
-    return (rows if z is None else rows * functional.silu(z.double())).to(x.dtype)
+    gate = torch.sigmoid if self.activation == "sigmoid" else functional.silu
+    return (rows if z is None else rows * gate(z.double())).to(x.dtype)
 
 
 def add_gated(

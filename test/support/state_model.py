@@ -20,6 +20,11 @@ _SHAPE: dict[str, Any] = dict(
     layer_types=["linear_attention", "full_attention"] * 2, full_attention_interval=2,
 )  # fmt: skip
 
+_COMMON: dict[str, Any] = dict(
+    hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=False,
+)  # fmt: skip
+
 MODELS = {
     "qwen3-next": Family(
         "Qwen3NextConfig",
@@ -39,15 +44,54 @@ MODELS = {
         "Granite 4, Mamba2, dense, no positions",
     ),
     "qwen3.5": Family("Qwen3_5TextConfig", _SHAPE, "Qwen3.5, gated delta rule, dense"),
+    "kimi-linear": Family(
+        "KimiLinearConfig",
+        _COMMON | dict(
+            num_key_value_heads=4, kv_lora_rank=64, q_lora_rank=None, qk_nope_head_dim=32,
+            qk_rope_head_dim=32, v_head_dim=32, mla_use_nope=True, num_local_experts=4,
+            num_experts_per_tok=2, moe_intermediate_size=128, n_shared_experts=1,
+            first_k_dense_replace=0,
+            routed_scaling_factor=1.0,  # SGLang's experts leave it out on a CPU
+            linear_attn_config=dict(
+                num_heads=4, head_dim=32, short_conv_kernel_size=4, kda_layers=[1, 3],
+                full_attn_layers=[2, 4],
+            ),
+        ),
+        "Kimi Linear, a delta rule with gates of channels, latent attention, two of four experts",
+    ),
+    "nemotron-h": Family(
+        "NemotronHConfig",
+        _COMMON | dict(
+            hybrid_override_pattern="M*-M*-", head_dim=64, mamba_num_heads=8, mamba_head_dim=64,
+            ssm_state_size=32, n_groups=8, chunk_size=64,
+        ),
+        "Nemotron-H, Mamba2, layers of MLPs alone, no positions",
+    ),
+    "falcon-h1": Family(
+        "FalconH1Config",
+        _COMMON | dict(
+            head_dim=64, mamba_d_ssm=512, mamba_n_heads=8, mamba_d_head=64, mamba_d_state=32,
+            mamba_n_groups=1, mamba_chunk_size=128, mamba_rms_norm=False, rope_theta=100000.0,
+        ),
+        "Falcon-H1, Mamba2 and attention in each layer, a state each 128 tokens",
+    ),
 }  # fmt: skip
 
 
-_centre = make_tiny_models._centre
+def step_of(model: str) -> int:
+    """Tokens between two places where a model leaves states. model: its path."""
+    return int(MODELS[Path(model).name].arguments.get("mamba_chunk_size", 64))
 
 
-def centre(module_name: str, module: Any, name: str) -> float:
+_fill = make_tiny_models.fill_weights
+
+
+def fill_weights(model: Any, *args: Any) -> None:
     """What a recurrent layer keeps lasts for hundreds of tokens."""
-    return -5.0 if name == "A_log" else _centre(module_name, module, name)
+    _fill(model, *args)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.data -= 5.0
 
 
 def make(folder: Path) -> None:
@@ -56,7 +100,15 @@ def make(folder: Path) -> None:
     subprocess.run([sys.executable, "-m", __name__, str(folder)], check=True, env=env)
 
 
+def publish(folder: Path) -> None:
+    """Call layers what published checkpoints of Nemotron-H call them."""
+    config = folder / "nemotron-h" / "config.json"
+    text = config.read_text().replace("linear_attention", "mamba")
+    config.write_text(text.replace("full_attention", "attention"))
+
+
 if __name__ == "__main__":
-    make_tiny_models._centre = centre
+    make_tiny_models.fill_weights = fill_weights
     FAMILIES.update(MODELS)
     make_models(list(MODELS), Path(sys.argv[1]), 0, False)
+    publish(Path(sys.argv[1]))

@@ -10,6 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.arg_groups import overrides
+from sglang.srt.configs.linear_attn_model_registry import get_linear_attn_spec_by_arch
+from sglang.srt.configs.model_config import is_hybrid_swa_model
 from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -31,6 +34,7 @@ ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "models.md").read_text()
 REFUSED = PAGE.partition("The start refuses")[2].partition("## Versions")[0]
 HICACHE = (ROOT / "docs" / "from-hicache.md").read_text()
+RECURRENT = PAGE.partition("### Recurrent layers")[2].partition("## ")[0].replace(",", "")
 OFFLOADING = REFUSED.partition("- **Weights in host memory** ")[2].partition("\n- ")[0]
 STREAMING = REFUSED.partition("- **State of running requests in host memory** ")[2]
 STREAMING = STREAMING.partition("\n- ")[0]
@@ -184,6 +188,20 @@ def test_windows_and_recurrent_layers_together_are_refused() -> None:
     refuse_other_pools(built_with())
     with pytest.raises(ConfigError, match=r"both together were not tested.*--hc-disable"):
         refuse_other_pools(built_with(is_hybrid_swa=True, is_hybrid_ssm=True))
+
+
+def test_the_page_names_the_recurrent_models_that_are_refused() -> None:
+    """Those whose states lie elsewhere than at the ends of blocks, and those with windows too."""
+    spec = get_linear_attn_spec_by_arch("GigaChat35ForCausalLM")
+    assert spec is not None and not spec.support_mamba_cache_extra_buffer
+    others = overrides._MAMBA_RADIX_CACHE_ARCHS - overrides._MAMBA_EXTRA_BUFFER_ARCHS
+    assert {name.partition("For")[0] for name in others} == {
+        "InternS2Mobius", "JetNemotron", "JetVLM", "Lfm2", "Lfm2Moe", "Zaya",
+    }  # fmt: skip
+    both = filter(lambda name: is_hybrid_swa_model([name]), overrides._MAMBA_EXTRA_BUFFER_ARCHS)
+    assert {name.partition("For")[0] for name in both} == {"Inkling"}
+    named = {"LFM2", "Zaya", "Jet-Nemotron", "Intern-S2-Mobius", "GigaChat", "Inkling"}
+    assert named <= set(RECURRENT.split())
 
 
 @pytest.mark.parametrize("kind", ["is_dsa", "is_hybrid_swa", "is_hybrid_ssm"])

@@ -1,13 +1,21 @@
-"""States of recurrent layers in SGLang's own pool, in the published shape of Qwen3-Next but for the
-number of layers: what is read of a slot is its bytes in all layers, and of no other."""
+"""States of recurrent layers in SGLang's own pool, in the published shapes of Qwen3-Next and Kimi
+Linear but for the number of layers: what is read of a slot is its bytes in all layers, and of no
+other."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
+from sglang.srt.configs.mamba_utils import (
+    KimiLinearCacheParams,
+    KimiLinearStateShape,
+    Mamba2CacheParams,
+    Mamba2StateDType,
+    Mamba2StateShape,
+)
 from sglang.srt.mem_cache.memory_pool import MambaPool
 
 from sglang_hc.forms import EndLayout
@@ -18,15 +26,29 @@ from sglang_hc.store.host_pool import EndPool
 LAYERS = [0, 1, 2, 4]
 SLOTS = 5
 
+Model = Callable[[Mamba2StateDType], Any]
+"""SGLang's parameters of a model's states."""
 
-def pool_of(conv: torch.dtype = torch.bfloat16, **options: Any) -> MambaPool:
-    """With bytes in it that differ everywhere."""
+
+def qwen3_next(dtype: Mamba2StateDType) -> Mamba2CacheParams:
     shape = Mamba2StateShape.create(
         tp_world_size=1, intermediate_size=4096, n_groups=16, num_heads=32, head_dim=128,
         state_size=128, conv_kernel=4,
     )  # fmt: skip
-    dtype = Mamba2StateDType(conv=conv, temporal=torch.float32)
-    params = Mamba2CacheParams(layers=LAYERS, shape=shape, dtype=dtype)
+    return Mamba2CacheParams(layers=LAYERS, shape=shape, dtype=dtype)
+
+
+def kimi_linear(dtype: Mamba2StateDType) -> KimiLinearCacheParams:
+    """Its convolutions keep channels last."""
+    shape = KimiLinearStateShape.create(tp_world_size=1, num_heads=32, head_dim=128)
+    return KimiLinearCacheParams(layers=LAYERS, shape=shape, dtype=dtype)
+
+
+def pool_of(
+    conv: torch.dtype = torch.bfloat16, model: Model = qwen3_next, **options: Any
+) -> MambaPool:
+    """With bytes in it that differ everywhere."""
+    params = model(Mamba2StateDType(conv=conv, temporal=torch.float32))
     pool = MambaPool(
         size=SLOTS, spec_state_size=SLOTS, cache_params=params, mamba_layer_ids=LAYERS,
         device="cpu", **options,
@@ -45,8 +67,9 @@ def bytes_of(pool: MambaPool, slot: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("conv", [torch.bfloat16, torch.float32])
-def test_a_state_leaves_and_comes_back(conv: torch.dtype) -> None:
-    pool = pool_of(conv)
+@pytest.mark.parametrize("model", [qwen3_next, kimi_linear])
+def test_a_state_leaves_and_comes_back(model: Model, conv: torch.dtype) -> None:
+    pool = pool_of(conv, model)
     states = StatePool(pool)
     assert states.layers.layers == tuple(LAYERS)
     host = EndPool(states.layout, 3)
@@ -62,9 +85,10 @@ def test_a_state_leaves_and_comes_back(conv: torch.dtype) -> None:
         assert all(map(torch.equal, bytes_of(pool, slot), wanted))
 
 
-def test_all_of_a_state_is_kept() -> None:
+@pytest.mark.parametrize("model", [qwen3_next, kimi_linear])
+def test_all_of_a_state_is_kept(model: Model) -> None:
     """As many bytes as SGLang counts for a request, and the padding of each layer."""
-    pool = pool_of()
+    pool = pool_of(model=model)
     states = StatePool(pool)
     kept = sum(states.layers.parts) * len(LAYERS)
     assert kept * (SLOTS + 1) == pool.mamba_cache.mem_usage_bytes()

@@ -38,7 +38,6 @@ def settle(args: Any, config: HcConfig) -> None:
     if not asked(args, "uses_mamba_radix_cache"):
         return
     refused = {
-        "--tp-size above 1": (asked(args, "tp_size") > 1, "ranks were not tested with them"),
         "--pp-size above 1": (asked(args, "pp_size") > 1, "stages were not tested with them"),
         "--hc-overflow reembed": (config.overflow == "reembed", "a state has no tokens that move"),
     }  # fmt: skip
