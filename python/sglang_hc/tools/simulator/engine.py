@@ -116,6 +116,11 @@ class Engine:
         for talk in self._talks:
             if talk.session.turns:
                 self._schedule(talk.session.arrival, talk.index)
+        self._serve()
+        return self.measures
+
+    def _serve(self) -> None:
+        """Until nothing is left to do."""
         while self._agenda or self._disk or self._decoding or self._queue or self._unfinished:
             self._receive()
             if self._prefill():
@@ -125,7 +130,6 @@ class Engine:
             else:
                 self._idle()
         self.measures.gpu = self._gpu
-        return self.measures
 
     # -- events ------------------------------------------------------------------------------------
 
