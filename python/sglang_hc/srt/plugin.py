@@ -139,7 +139,7 @@ def all_hooks() -> list[Hook]:
         Hook(sample, after, speculation.sampled, keeps),
         Hook(f"{results}._resolve_spec_v2_tokens", after, speculation.accepted, keeps),
         Hook(f"{scheduler}._add_request_to_queue", before, namespaces.complete, alone, served),
-        Hook(f"{scheduler}._add_request_to_queue", before, recording.queued, keeps),
+        Hook(f"{scheduler}._add_request_to_queue", before, recording.queued, keeps, served),
         Hook(f"{scheduler}.process_batch_result", after, recording.processed, keeps),
         Hook(f"{scheduler}.handle_generate_request", around, entrance.admit, keeps, served),
         Hook(f"{scheduler}.handle_dumper_control", around, pins.control, answer),
