@@ -34,6 +34,9 @@ from sglang_hc.tools.cli.main import main as sglang_hc
 CHATS = ("stock", "kv", "hidden", "auto")
 ARMS = (*CHATS, "queue")
 
+COMMITTED = Path(__file__).parent / "pairs"
+"""Records and profile that the tests compare, and the table of README.md."""
+
 QUEUE = "lru, on arrival"
 
 FLAGS = ("--dtype", "float32")

@@ -71,7 +71,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     model, in tokens. kv_tokens: of the KV pool. running: requests at once, at most. chunk: tokens
     of prompts in a pass; 0 for whole prompts. mixed: requests decode in such passes. The rest is of
     the tiers, and has these defaults on a server without: blocks that fit into host memory and on
-    disk, bytes of a block, and the options as served.
+    disk, bytes of a block, the options as served, and whether there is a remote store.
     """
 
     model: str
@@ -89,6 +89,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     prefetch: str = "off"
     schedule: str = "off"
     restore: str = "cost"
+    remote: bool = False
 
 
 class Pseudonyms:

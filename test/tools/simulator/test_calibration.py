@@ -214,6 +214,7 @@ def test_the_last_turns_are_one_where_they_are_few() -> None:
         ({"layer_plan": "kv:3"}, {}, "layer plan 'kv:3'"),
         ({"slot_bytes": 64}, {}, "and the server of the record 64"),
         ({"restore": "always"}, {}, "--hc-restore always, which is not simulated"),
+        ({"remote": True}, {}, "--hc-remote, which is not simulated"),
         ({"kv_tokens": 0}, {}, "kv_tokens"),
     ],
 )

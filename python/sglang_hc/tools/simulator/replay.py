@@ -114,11 +114,14 @@ def _model(served: Served, machine: MeasuredMachine) -> SimulatedModel:
             f"{where}: measured for {cost.fingerprint!r}, and the record is of a server with "
             f"{', '.join(foreign)}; measure there, with the flags and threads of the server"
         )
-    if served.restore != "cost":
-        raise ConfigError(
-            "the server restored with --hc-restore always, which is not simulated; record one "
-            "without it"
-        )
+    for option, is_there in (
+        ("--hc-restore always", served.restore != "cost"),
+        ("--hc-remote", served.remote),
+    ):
+        if is_there:
+            raise ConfigError(
+                f"the server ran with {option}, which is not simulated; record one without it"
+            )
     if served.disk_slots and SourceTier.DISK not in cost.copies:
         raise ConfigError(f"{where}: has no costs for disk; {AGAIN} --hc-disk DIR")
     plan = LayerPlan.parse(served.layer_plan or "kv", state.num_layers)
