@@ -63,14 +63,15 @@ class MeasuredMachine:
 
     @property
     def state(self) -> StateShape:
-        """Of the model that was measured. Raises ConfigError for a profile without decode steps."""
-        if self.profile.step is None or self.profile.shape is None:
-            raise ConfigError(f"{self.where}: measured without decode steps; {AGAIN}")
-        return self.profile.shape
+        """Of the model that was measured. Raises ConfigError for a profile without passes."""
+        cost = self.profile
+        if cost.step is None or cost.passes is None or cost.shape is None:
+            raise ConfigError(f"{self.where}: measured without passes of an engine; {AGAIN}")
+        return cost.shape
 
     def serve(self, model: SimulatedModel) -> SimulatedModel:
         """The model with the state that was measured: with other flags its elements have another
-        size. Raises ConfigError for a profile of another model, or one without decode steps."""
+        size. Raises ConfigError for a profile of another model, or one without passes."""
         state = self.state
         assert model.shape is not None
         size = element_bytes(state.dtype.removeprefix("torch."))
@@ -86,8 +87,9 @@ class MeasuredMachine:
         return replace(model, layout=replace(model.layout, shape=state))
 
     def costs(self, model: SimulatedModel) -> CostModel:
-        """As measured and learned."""
-        return replace(self.profile)
+        """As measured, with passes in the place of layers, of which a server learns as much."""
+        assert self.profile.passes is not None
+        return replace(self.profile, prefill=self.profile.passes, head=0.0)
 
 
 AnyMachine = Machine | MeasuredMachine
