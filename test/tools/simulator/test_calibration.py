@@ -39,7 +39,7 @@ COST = CostModel(
     prefill=Fit(1e-3, 5e-4, 1e-8),
     overlap=False,
     step=StepFit(Fit(5e-3, 1e-3), 1e-7),
-    head=2e-3,
+    passes=Fit(2e-3, 5e-4, 1e-8),
     shape=STATE,
 )
 SERVED = Served(
@@ -208,7 +208,8 @@ def test_the_last_turns_are_one_where_they_are_few() -> None:
     [
         ({"model": MACHINE.replace("Some CPU", "Other CPU")}, {}, "a server with Other CPU; meas"),
         ({}, {"fingerprint": MACHINE.replace("12", "13")}, "a server with LlamaForCausalLM 12"),
-        ({}, {"step": None}, "without decode steps; write a new one"),
+        ({}, {"step": None}, "without passes of an engine"),
+        ({}, {"passes": None}, "without passes of an engine; write a new one"),
         ({}, {"copies": {SourceTier.HOST: TierCopy(Fit(0, 1))}}, "has no costs for disk"),
         ({"layer_plan": "hidden:4"}, {}, "has no costs for hidden states"),
         ({"layer_plan": "kv:3"}, {}, "layer plan 'kv:3'"),
