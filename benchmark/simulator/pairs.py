@@ -44,15 +44,15 @@ FLAGS = ("--dtype", "float32")
 
 DEVICE_TOKENS = 1600
 HOST_GB = 1.0
-SESSIONS, TURNS = 14, 3
-RATE = 0.2
+SESSIONS, TURNS = 12, 3
+RATE = 1 / 6
 SYSTEM, ASKED, ANSWER, THINK = 384, "uniform:24:64", "uniform:6:12", "uniform:8:16"
 
 VOCABULARY = Vocabulary(8000, frozenset(range(3)))
 
 
 async def chat(url: str) -> None:
-    """Chats at random times, with pauses in which others take their place on the device."""
+    """A chat every few seconds, with random pauses in which others take their place on the device."""
     spec = ChatSpec(
         sessions=SESSIONS,
         turns=Distribution.parse(str(TURNS), "turns"),
@@ -61,7 +61,7 @@ async def chat(url: str) -> None:
         think=Distribution.parse(THINK, "think"),
         system_len=SYSTEM,
     )
-    made = with_arrivals(synthetic_chat(spec, [0]), "poisson", RATE, [1])
+    made = with_arrivals(synthetic_chat(spec, [0]), "uniform", RATE, [1])
     async with Client(url, 600) as client:
         done = await drive(client, VOCABULARY.spoken(made, [2]), Pace())
     if done.failed:

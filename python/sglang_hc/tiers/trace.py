@@ -69,7 +69,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
     model: what is served on which device, in the words of a profile's fingerprint. context: of the
     model, in tokens. kv_tokens: of the KV pool. running: requests at once, at most. chunk: tokens
-    of prompts in a pass; 0 for whole prompts. mixed: requests decode in such passes. The rest is of
+    of prompts in a pass; 0 for whole prompts. mixed: requests decode in such passes. overlap: the
+    scheduler looks at the results of a pass when the next one runs. The rest is of
     the tiers, and has these defaults on a server without: blocks that fit into host memory and on
     disk, bytes of a block, the options as served, and whether there is a remote store.
     """
@@ -81,6 +82,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     running: Size
     chunk: Count
     mixed: bool
+    overlap: bool = True
     host_slots: Count = 0
     disk_slots: Count = 0
     slot_bytes: Count = 0

@@ -57,6 +57,7 @@ def _served(runner: Any, **tiers: Any) -> Served:
         running=int(runner.max_running_requests),
         chunk=sizes.chunk or 0,
         mixed=sizes.is_mixed,
+        overlap=arguments.has_overlap(arguments.of(runner)),
         **tiers,
     )
 

@@ -95,6 +95,7 @@ def replay(requests: Sequence[Request], served: Served, machine: MeasuredMachine
         chunk=served.chunk,
         mixed=served.mixed,
         ready_first=served.schedule == "ready-first",
+        late=served.overlap and not costs.cost.overlap,
     )
     load = Workload("record", tuple(sessions))
     engine = _Replay(load, cache, costs, serving, periods=periods)
