@@ -52,7 +52,7 @@ VOCABULARY = Vocabulary(8000, frozenset(range(3)))
 
 
 async def chat(url: str) -> None:
-    """A chat every few seconds, with random pauses in which others take their place on the device."""
+    """A chat every few seconds, with random pauses in which others take its place on the device."""
     spec = ChatSpec(
         sessions=SESSIONS,
         turns=Distribution.parse(str(TURNS), "turns"),

@@ -252,3 +252,26 @@ def test_records_that_say_too_little_are_refused(
     assert "old:1" in refused(words)
     assert "no such file" in refused(["calibrate", "--record", "/nowhere", "--profile", words[-1]])
     assert "--tolerance" in refused([*words, "--tolerance", "-1"])
+
+
+def test_on_a_cpu_a_first_token_is_told_behind_the_next_pass() -> None:
+    """As SGLang's overlap scheduling does, whose results are looked at when the next pass runs: a
+    decode step, or a prompt that came meanwhile. Behind a lone answer of one token is none."""
+    alone = load([(50.0 * talk, [300]) for talk in range(3)])
+    alone[1] = alone[1]._replace(answer=b"")
+    crowded = load([(0.0, [300]), (0.1, [200])])
+
+    def ttft(requests: Sequence[Request], overlap: bool, cost: CostModel = COST) -> list[float]:
+        served = structs.replace(WITHOUT, overlap=overlap)
+        return [one.simulated for one in replay(requests, served, MeasuredMachine(cost, "")).times]
+
+    assert COST.step is not None and COST.passes is not None
+    step = LAYERS * COST.step.seconds(1, 303)
+    second = LAYERS * COST.passes.seconds(200)
+    early = ttft(alone, False)
+    late = [now - before for now, before in zip(ttft(alone, True), early, strict=True)]
+    assert late == pytest.approx([step, 0.0, step], rel=0.01, abs=1e-9)
+    behind = ttft(crowded, True)[0] - ttft(crowded, False)[0]
+    assert behind == pytest.approx(second, rel=0.01)
+    on_gpu = replace(COST, overlap=True)
+    assert ttft(alone, True, on_gpu) == ttft(alone, False, on_gpu)
