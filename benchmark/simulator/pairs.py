@@ -45,7 +45,7 @@ FLAGS = ("--dtype", "float32")
 DEVICE_TOKENS = 1600
 HOST_GB = 1.0
 SESSIONS, TURNS = 12, 3
-RATE = 1 / 6
+RATE = 1 / 8
 SYSTEM, ASKED, ANSWER, THINK = 384, "uniform:24:64", "uniform:6:12", "uniform:8:16"
 
 VOCABULARY = Vocabulary(8000, frozenset(range(3)))
