@@ -47,7 +47,6 @@ class Replayed(NamedTuple):
     times: list[Times]
     simulated_busy: float
     measured_busy: float
-    measures: Measures
 
 
 class _Period(NamedTuple):
@@ -99,10 +98,10 @@ def replay(requests: Sequence[Request], served: Served, machine: MeasuredMachine
     )
     load = Workload("record", tuple(sessions))
     engine = _Replay(load, cache, costs, serving, periods=periods)
-    measures = engine.run()
+    engine.run()
     talks = [talk for period in periods for talk in period.talks]
     measured = sum(period.seconds for period in periods)
-    return Replayed(_times(engine, talks), engine.busy, measured, measures)
+    return Replayed(_times(engine, talks), engine.busy, measured)
 
 
 def _model(served: Served, machine: MeasuredMachine) -> SimulatedModel:
