@@ -45,25 +45,25 @@ FLAGS = ("--dtype", "float32")
 DEVICE_TOKENS = 1600
 HOST_GB = 1.0
 SESSIONS, TURNS = 12, 3
-RATE = 1 / 8
-SYSTEM, ASKED, ANSWER, THINK = 384, "uniform:24:64", "uniform:6:12", "uniform:8:16"
+SYSTEM, ASKED, ANSWER = 384, "uniform:24:64", "uniform:6:12"
 
 VOCABULARY = Vocabulary(8000, frozenset(range(3)))
 
 
 async def chat(url: str) -> None:
-    """A chat every few seconds, with random pauses in which others take its place on the device."""
+    """One request at a time: between two turns of a chat all others have theirs, so that the device
+    has forgotten it."""
     spec = ChatSpec(
         sessions=SESSIONS,
         turns=Distribution.parse(str(TURNS), "turns"),
         input_len=Distribution.parse(ASKED, "input"),
         output_len=Distribution.parse(ANSWER, "output"),
-        think=Distribution.parse(THINK, "think"),
+        think=Distribution.parse("0", "think"),
         system_len=SYSTEM,
     )
-    made = with_arrivals(synthetic_chat(spec, [0]), "uniform", RATE, [1])
+    made = VOCABULARY.spoken(synthetic_chat(spec, [0]), [1])
     async with Client(url, 600) as client:
-        done = await drive(client, VOCABULARY.spoken(made, [2]), Pace())
+        done = await drive(client, made, Pace(max_parallel=1, round_barrier=True))
     if done.failed:
         raise SystemExit(f"{len(done.failed)} requests failed: {done.failed[0].error}")
 
