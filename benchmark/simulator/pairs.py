@@ -26,7 +26,6 @@ from benchmark.harness.workload import (
     Distribution,
     Vocabulary,
     synthetic_chat,
-    with_arrivals,
 )
 from benchmark.queue import run as queue
 from sglang_hc.tools.cli.main import main as sglang_hc
