@@ -120,8 +120,8 @@ def _read(path: Path) -> tuple[list[Request], int]:
 
 def _header(path: Path) -> dict[str, Any]:
     """The first line. Raises TraceError for what is no trace of a version that is read here."""
-    with path.open(encoding="utf-8") as file:
-        header = json_object(file.readline() or "{}", f"{path}:1")
+    with path.open("rb") as file:  # what follows may be no text
+        header = json_object(file.readline().decode(errors="replace") or "{}", f"{path}:1")
     if header.get("trace") != "sglang-hc" or header.get("version") not in (
         WITHOUT_TIMES,
         TRACE_VERSION,
