@@ -67,6 +67,11 @@ async def chat(url: str) -> None:
         raise SystemExit(f"{len(done.failed)} requests failed: {done.failed[0].error}")
 
 
+def committed() -> list[Path]:
+    """The records that tests compare, in the order of ARMS."""
+    return [path for arm in ARMS if (path := COMMITTED / f"{arm}.jsonl").exists()]
+
+
 def flags(arm: str, model: str, folder: Path, record: Path) -> list[str]:
     if arm == "queue":
         return [*queue.flags(QUEUE, model, folder)[:-1], str(record)]

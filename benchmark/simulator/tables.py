@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmark.simulator.pairs import ARMS as ARMS_OF_PAIRS
-from benchmark.simulator.pairs import COMMITTED
+from benchmark.simulator.pairs import committed
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.layer_plan import served_seconds
@@ -281,10 +280,10 @@ def sensitivity() -> str:
 def recorded() -> str:
     """Committed records beside the simulator: simulated, measured and their ratio."""
     rows: Rows = []
-    for arm in ARMS_OF_PAIRS:
-        found = calibrate(COMMITTED / f"{arm}.jsonl", str(COMMITTED / "profile.json"))
+    for record in committed():
+        found = calibrate(record, str(record.with_name("profile.json")))
         simulated, measured = found.simulated_throughput, found.measured_throughput
-        first = [arm, f"{simulated:.2f}, {measured:.2f} ({found.throughput_ratio:.2f})"]
+        first = [record.stem, f"{simulated:.2f}, {measured:.2f} ({found.throughput_ratio:.2f})"]
         for row in found.rows[1:]:
             cells = [
                 f"{row.simulated[name]:.2f}, {row.measured[name]:.2f} ({row.ratios[name]:.2f})"
