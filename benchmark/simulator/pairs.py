@@ -33,7 +33,7 @@ from sglang_hc.tools.cli.main import main as sglang_hc
 CHATS = ("stock", "kv", "hidden", "auto")
 ARMS = (*CHATS, "queue")
 
-COMMITTED = Path(__file__).parent / "pairs"
+COMMITTED = Path(__file__).parent / "records"
 """Records and profile that the tests compare, and the table of README.md."""
 
 QUEUE = "lru, on arrival"
