@@ -1,7 +1,7 @@
 """Puts tables made from committed results into the Markdown files that publish them.
 
     python benchmark/make_tables.py           # rewrite every table
-    python benchmark/make_tables.py --check   # exit 1 and name stale tables and broken links
+    python benchmark/make_tables.py --check   # exit 1; name stale tables, broken links, others
 
 A table stands between two comments; FILE is in benchmark/results, NAME one of the names below:
 
@@ -264,6 +264,37 @@ def broken_links(root: Path) -> list[str]:
     return found
 
 
+TESTED = {
+    "docs/flags.md": "test/test_flags_page.py",
+    "docs/from-hicache.md": "test/srt/arguments/test_models_page.py",
+    "docs/gpu-status.md": "test/srt/model/test_capture_memory.py",
+    "docs/models.md": "test/srt/arguments/test_models_page.py",
+    "docs/operating.md": "test/test_metrics.py",
+    "docs/planner.md": "test/tools/test_model_ends.py",
+    "docs/structure.md": "test/srt/engine/test_in_place.py",
+}
+"""Pages with tables that are written by hand, and the test that compares them with the code."""
+
+IN_WORDS = {"| where | what | who can read it |", "| what | how |", "| SGLang | result |"}
+"""Heads of tables that say nothing a program knows."""
+
+_MADE = re.compile(r"<!-- table: .*?<!-- (?:/table|end) -->", re.DOTALL)
+_HEAD = re.compile(r"^(\|.+\|)\n\|[ :|-]+\|$", re.MULTILINE)
+
+
+def unchecked_tables(root: Path) -> list[str]:
+    """Tables that nobody makes and no test reads."""
+    found = []
+    for page in pages(root):
+        name = str(page.relative_to(root))
+        test = root / TESTED.get(name, "-")
+        if test.is_file() and page.name in test.read_text(encoding="utf-8"):
+            continue
+        by_hand = _HEAD.findall(_MADE.sub("", page.read_text(encoding="utf-8")))
+        found += [f"{name}: nothing checks {head}" for head in by_hand if head not in IN_WORDS]
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Rewrite or check. Returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -284,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stale.append(str(path.relative_to(args.root)))
             if not args.check:
                 path.write_text(after, encoding="utf-8")
-    broken = broken_links(args.root) if args.check else []
+    broken = [*broken_links(args.root), *unchecked_tables(args.root)] if args.check else []
     print(*broken, sep="\n", end="\n" if broken else "")
     if args.check and stale:
         print(f"stale tables in {', '.join(stale)}; run python benchmark/make_tables.py")

@@ -143,13 +143,15 @@ def queued_hits(record: Path, talks: int) -> list[dict[str, int]]:
     requests that were never passed over to wait for the disk."""
     rounds: list[dict[str, int]] = []
     late: set[int] = set()
-    admitted = 0
-    for line in record.read_text().splitlines():
-        event = json.loads(line)
+    events = [json.loads(line) for line in record.read_text().splitlines()]
+    each = 2 * talks + RUNNING
+    # Before the first round the server warms itself up.
+    admitted = -(sum(event.get("op") == "admit" for event in events) % each)
+    for event in events:
         if event.get("op") == "passed":
             late.add(event["req"])
         elif event.get("op") == "admit":
-            place = admitted % (2 * talks + RUNNING)  # first turns, the busy ones, second turns
+            place = admitted % each if admitted >= 0 else -1
             admitted += 1
             if place == 0:
                 rounds.append({"hit_tokens": 0, "in_time_tokens": 0, "late_requests": 0})

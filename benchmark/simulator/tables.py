@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmark.simulator.pairs import committed
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.layer_plan import served_seconds
 from sglang_hc.tools.datasheet import Rates, modelled_costs
 from sglang_hc.tools.model_shape import ModelShape
 from sglang_hc.tools.price_file import sample_prices
+from sglang_hc.tools.simulator.calibration import JUDGED, calibrate
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results"
@@ -289,9 +291,26 @@ def sensitivity() -> str:
     return table(["assumption", *ARMS], rows)
 
 
+def recorded() -> str:
+    """Committed records beside the simulator: simulated, measured and their ratio."""
+    rows: Rows = []
+    for record in committed():
+        found = calibrate(record, str(record.with_name("profile.json")))
+        simulated, measured = found.simulated_throughput, found.measured_throughput
+        first = [record.stem, f"{simulated:.2f}, {measured:.2f} ({found.throughput_ratio:.2f})"]
+        for row in found.rows[1:]:
+            cells = [
+                f"{row.simulated[name]:.2f}, {row.measured[name]:.2f} ({row.ratios[name]:.2f})"
+                for name in JUDGED
+            ]
+            rows.append([first[0], f"{row.turns}: {row.requests}", *cells, first[1]])
+            first = ["", ""]
+    return table(["server", "requests", "median TTFT, s", "p90 TTFT, s", "answered tokens/s"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     made.__name__: made
-    for made in (models, times, long, policies, rounds, writes, bound, sensitivity)
+    for made in (models, times, long, policies, rounds, writes, bound, sensitivity, recorded)
 }
 
 

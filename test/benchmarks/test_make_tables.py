@@ -76,3 +76,13 @@ def test_a_link_that_leads_nowhere_fails_the_check(
     assert "(../README.md#here) leads nowhere" in said
     assert "benchmark/README.md: there is no queue/gone.py" in said
     assert "README.md: (benchmark/README.md#the-queues-order) leads nowhere" in said
+
+
+def test_a_table_that_nothing_checks_fails_the_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tree(tmp_path, "| speed | MB/s |\n|---|---|\n| reads | 7 |\n")
+    assert run(tmp_path, "--check") == 1
+    assert "benchmark/README.md: nothing checks | speed | MB/s |" in capsys.readouterr().out
+    page.write_text("<!-- table: own -->\n| speed | MB/s |\n|---|---|\n<!-- end -->\n")
+    assert run(tmp_path, "--check") == 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 
 import pytest
 
 from sglang_hc.tools.cli.main import main
 from sglang_hc.tools.simulator.models import load_model
+from sglang_hc.tools.workloads.recorded import linked, read_record
 from support.core import MODELS, Core, run_in_child
 from support.prompts import SMALL
 
@@ -54,6 +56,10 @@ def test_the_load_simulated_hits_what_the_server_did(
     admitted = [event for event in events if event["op"] == "admit"]
     assert [(a["device"], a["restored"]) for a in admitted] == replies
     assert events[-1]["op"] == "end" and evicted > 20
+    for number in range(REQUESTS):
+        own = [event["op"] for event in events if event.get("req") == number]
+        own = [op for op in own if op != "passed"]
+        assert own == ["arrive", "admit", "first", "finish"]
     # Slots count, not bytes: the server runs in float32, whatever the model's file says.
     slot = load_model(str(MODELS / "llama-mha"), forms).slot_bytes
     dram = (header["host_slots"] + 0.5) * slot / 1e9
@@ -65,3 +71,30 @@ def test_the_load_simulated_hits_what_the_server_did(
     simulated = sum(found[f"{tier}_hit_tokens"] for tier in ("device", "host", "disk"))
     assert simulated == pytest.approx(hit, rel=0.05)
     assert (found["disk_hit_tokens"] > 0) == disk
+
+
+def plain_run(path: str) -> list[list[int]]:
+    """Two prompts at once, one of which is answered with one token, on a server without tiers; and
+    what goes on behind the other. Returns prompts and replies."""
+    core = Core("--hc-disable", "--hc-trace", path, *SMALL)
+    one, other = list(range(3, 90)), list(range(100, 150))
+    names = core.submit(one, 1), core.submit(other, 6)
+    core.run()
+    short, long = map(core.reply, names)
+    later = [*other, *long.tokens, 7, 8]
+    last = core.ask(later, 4)
+    time.sleep(0.2)  # the writer looks every 50 ms
+    return [one, short.tokens, other, long.tokens, later, last.tokens]
+
+
+def test_a_server_without_tiers_records_its_load(models: None, tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    one, short, other, long, later, last = run_in_child(plain_run, str(path))
+    found = read_record(path)
+    assert found.served.host_slots == 0 and found.served.eviction == "none"
+    told = [(len(r.tokens) // 4, len(r.answer) // 4) for r in found.requests]
+    assert told == [(len(one), 0), (len(other), len(long) - 1), (len(later), len(last) - 1)]
+    for request in found.requests:
+        assert request.first is not None and request.arrived <= request.first <= request.ended
+    assert [len(talk) for talk in linked(found.requests)] == [1, 2]
+    assert len(short) == 1

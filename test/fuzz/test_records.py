@@ -20,12 +20,14 @@ from hypothesis import strategies as st
 from sglang_hc.queue.requests import Serial
 from sglang_hc.tiers.trace import Recorder
 from sglang_hc.tools.workloads.reading import Timing, read_trace
+from sglang_hc.tools.workloads.recorded import read_record
 from sglang_hc.tools.workloads.traces import TraceError
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.json_values import json_values
 
-HEADER = {"trace": "sglang-hc", "version": 2, "host_slots": 4, "slot_bytes": 1, "page_size": 1,
-          "layer_plan": "kv:4", "eviction": "queue", "prefetch": "queue"}  # fmt: skip
+HEADER = {"trace": "sglang-hc", "version": 3, "host_slots": 4, "slot_bytes": 1, "page_size": 1,
+          "layer_plan": "kv:4", "eviction": "queue", "prefetch": "queue", "model": "Llama",
+          "context": 99, "kv_tokens": 99, "running": 2, "chunk": 0, "mixed": False}  # fmt: skip
 ODD = st.sampled_from(
     [None, True, -1, 0, 1, 2, 1.5, 1 << 31, 1 << 70, "", "0", "AAAA", "x", "\u2028", [], [0], [[0]],
      {}, {"0": [0]}, {"x": 1}]
@@ -47,6 +49,7 @@ def real() -> tuple[dict[str, Any], ...]:
             recorder.arrived(request, Prefix(namespace, pack_tokens(prompt)))
             recorder.matched(request, 0, 0)
             recorder.admitted(request, 0, 0)
+            recorder.answered(request)
             recorder.finished(request, Prefix(namespace, pack_tokens([*prompt, 7, 8])))
         recorder.close()
         lines = path.read_text().splitlines()
@@ -81,8 +84,8 @@ def changed(draw: st.DrawFn) -> bytes:
     return text_of(rows)
 
 
-OPS = st.sampled_from(["root", "block", "arrive", "passed", "admit", "gone", "finish", "lost",
-                       "end", "left", "_class__"])  # fmt: skip
+OPS = st.sampled_from(["root", "block", "arrive", "passed", "admit", "first", "gone", "finish",
+                       "lost", "end", "left", "_class__"])  # fmt: skip
 FEW = st.integers(0, 2)
 EVENTS = st.fixed_dictionaries(
     {"op": OPS},
@@ -124,13 +127,16 @@ ARRIVE = {"op": "arrive", "t": 0.0, "req": 0, "path": 1}
 def test_a_trace_is_read_or_refused(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_bytes(data)
-    try:
-        read_trace(path, Timing())
-    except TraceError as error:
-        assert str(error).startswith(str(path)) and len(str(error)) < 2000
+    for read in (lambda: read_trace(path, Timing()), lambda: read_record(path)):
+        try:
+            read()
+        except TraceError as error:
+            assert str(error).startswith(str(path)) and len(str(error)) < 2000
 
 
 def test_the_trace_that_is_changed_is_sound(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_bytes(text_of(list(real())))
     assert read_trace(path, Timing()).num_turns == REQUESTS
+    found = read_record(path)
+    assert found.lost == 0 and all(request.first == 0.0 for request in found.requests)

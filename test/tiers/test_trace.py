@@ -85,7 +85,9 @@ def test_no_token_or_namespace_is_in_the_file(tmp_path: Path) -> None:
 def test_a_request_is_admitted_with_what_it_was_last_matched_with(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     recorder = Recorder(path, {}, FINGERPRINT, clock=lambda: 5.0)
-    one, other = Serial(0), Serial(1)
+    one, other, unknown = Serial(0), Serial(1), Serial(2)
+    recorder.arrived(one, Prefix(None, b""))
+    recorder.arrived(other, Prefix(None, b""))
     recorder.matched(one, 64, 10)
     recorder.passed_over(one)
     recorder.passed_over(one)
@@ -93,15 +95,24 @@ def test_a_request_is_admitted_with_what_it_was_last_matched_with(tmp_path: Path
     recorder.matched(other, 1, 1)
     recorder.admitted(one, 60, 20)
     recorder.admitted(one, 60, 20)  # it decodes
+    recorder.answered(one)
+    recorder.answered(one)  # its second token
     recorder.gone(other)
+    recorder.matched(unknown, 1, 1)  # of a self-test, which is nobody's load
+    recorder.passed_over(unknown)
+    recorder.admitted(unknown, 1, 1)
+    recorder.answered(unknown)
+    recorder.finished(unknown, Prefix(None, b""))
+    recorder.gone(unknown)
     recorder.close()
-    assert events(path) == [
+    assert [event for event in events(path) if event["op"] not in ("root", "arrive")] == [
         {"op": "passed", "t": 0.0, "req": 0},
         {"op": "admit", "t": 0.0, "req": 0, "device": 0, "hit": 70, "restored": 60, "disk": 20},
+        {"op": "first", "t": 0.0, "req": 0},
         {"op": "gone", "t": 0.0, "req": 1},
         {"op": "end", "t": 0.0},
     ]
-    assert recorder.stats() == {"trace_events": 4, "trace_dropped": 0}
+    assert recorder.stats() == {"trace_events": 7, "trace_dropped": 0}
 
 
 def test_a_writer_that_is_behind_costs_events_and_says_where(
@@ -112,11 +123,12 @@ def test_a_writer_that_is_behind_costs_events_and_says_where(
     recorder = Recorder(path, {}, FINGERPRINT, limit=3)
     write = recorder._writer._line
     monkeypatch.setattr(recorder._writer, "_line", lambda line: (moving.wait(), write(line)))
+    nothing = Prefix(None, b"")
     for number in range(9):
-        recorder.gone(Serial(number))
+        recorder.arrived(Serial(number), nothing)
     moving.set()
     until(lambda: not recorder._writer.queue)
-    recorder.gone(Serial(9))
+    recorder.arrived(Serial(9), nothing)
     recorder.close()
     (gap,) = (place for place, event in enumerate(events(path)) if event["op"] == "lost")
     assert events(path)[gap] == {"op": "lost", "events": recorder.dropped}
@@ -138,9 +150,9 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(
     recorder = Recorder(tmp_path / "trace", {}, FINGERPRINT)
     with open("/dev/full", "wb") as full:
         os.dup2(full.fileno(), recorder._writer._file.fileno())
-    recorder.gone(Serial(0))
+    recorder.arrived(Serial(0), Prefix(None, b""))
     until(lambda: recorder._writer.failed)
-    recorder.gone(Serial(1))
+    recorder.arrived(Serial(1), Prefix(None, b""))
     recorder.close()
     assert recorder.dropped == 2 and "writing the trace failed" in caplog.text
     assert (tmp_path / "trace").read_bytes().count(b"\n") == 1

@@ -74,9 +74,10 @@ class CostModel:
     long a layer takes at least, in each pass. They share the link with the copies from host memory.
     0 where all weights are on the device. What is seen beside them corrects nothing.
     pass_tokens: of a prompt in one pass at most; None for all of it. It counts with `weights` only.
-    step: of a decode step, a layer's share of all of it. head: what a pass over prompts takes
-    outside of the layers: embedding, LM head, scheduler. shape: of the model. Only the simulator
-    asks for these three, and only `sglang-hc profile` measures them.
+    step: of a decode step, a layer's share of all of it. passes: of a pass over prompts, a layer's
+    share of all of it. head: what a pass over prompts takes outside of the layers, where that is
+    known apart: embedding, LM head, scheduler. shape: of the model. Only the simulator asks for
+    these, and only `sglang-hc profile` measures them.
     plan: the layer plan that was chosen by these costs, so that the next start keeps it while it is
     good: blocks under another plan are not found. None before it was chosen.
 
@@ -95,6 +96,7 @@ class CostModel:
     weights: NonNegative = 0.0
     pass_tokens: Annotated[int, Meta(gt=0)] | None = None
     step: StepFit | None = None
+    passes: Fit | None = None
     head: NonNegative = 0.0
     shape: StateShape | None = None
 

@@ -70,7 +70,14 @@ def all_hooks() -> list[Hook]:
     from sglang_hc.srt.arguments import server_args
     from sglang_hc.srt.hybrid import build as streamed
     from sglang_hc.srt.model import cpu_attention, model_state, offload
-    from sglang_hc.srt.requests import entrance, namespaces, overflow, pins, self_test
+    from sglang_hc.srt.requests import (
+        entrance,
+        namespaces,
+        overflow,
+        pins,
+        recording,
+        self_test,
+    )
     from sglang_hc.srt.scheduling import hooks, meeting, preemption, speculation, weights
     from sglang_hc.srt.tree import prompt_sources
 
@@ -132,6 +139,8 @@ def all_hooks() -> list[Hook]:
         Hook(sample, after, speculation.sampled, keeps),
         Hook(f"{results}._resolve_spec_v2_tokens", after, speculation.accepted, keeps),
         Hook(f"{scheduler}._add_request_to_queue", before, namespaces.complete, alone, served),
+        Hook(f"{scheduler}._add_request_to_queue", before, recording.queued, keeps, served),
+        Hook(f"{scheduler}.process_batch_result", after, recording.processed, keeps),
         Hook(f"{scheduler}.handle_generate_request", around, entrance.admit, keeps, served),
         Hook(f"{scheduler}.handle_dumper_control", around, pins.control, answer),
         Hook(f"{tokenizer}.generate_request", around, entrance.check_request, as_400, asked),

@@ -5,33 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from msgspec import to_builtins
+
 from sglang_hc.config import HcConfig
 from sglang_hc.errors import ConfigError
-from sglang_hc.store.host_pool import HostPool
-from sglang_hc.tiers.trace import Recorder
+from sglang_hc.tiers.trace import Recorder, Served
 
 
 def recorder_of(
-    config: HcConfig, suffix: str, pool: HostPool, page_size: int, fingerprint: bytes,
-    clock: Callable[[], float],
-) -> Recorder | None:  # fmt: skip
-    """What writes `--hc-trace`; None without. suffix: of the file of a replica and rank. pool: of
-    the host tier. fingerprint: what identities of blocks begin with. clock: of decisions. Raises
-    ConfigError."""
+    config: HcConfig, suffix: str, served: Served, fingerprint: bytes, clock: Callable[[], float]
+) -> Recorder | None:
+    """What writes `--hc-trace`; None without. suffix: of the file of a replica and rank.
+    fingerprint: what identities of blocks begin with. clock: of decisions. Raises ConfigError."""
     if config.trace is None:
         return None
     path = Path(config.trace)
     path = path.with_name(path.name + suffix)
-    header = {
-        "host_slots": pool.num_slots,
-        "slot_bytes": pool.layout.slot_bytes,
-        "layer_plan": str(pool.layout.plan),
-        "page_size": page_size,
-        "eviction": config.eviction,
-        "prefetch": config.prefetch,
-    }
     try:
-        return Recorder(path, header, fingerprint, clock=clock)
+        return Recorder(path, to_builtins(served), fingerprint, clock=clock)
     except FileExistsError:
         raise ConfigError(
             f"--hc-trace {path}: exists already; give another name or remove it"

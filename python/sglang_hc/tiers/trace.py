@@ -4,8 +4,7 @@ A trace is a file of JSON objects, one a line: a header, then events in the orde
 thread. `sglang-hc simulate` and `capacity` read it. It shows which prompts share how many tokens,
 and nothing else of them.
 
-Header: `trace` ("sglang-hc"), `version`, `host_slots`, `slot_bytes`, `layer_plan`, `page_size`,
-`eviction` and `prefetch` as served.
+Header: `trace` ("sglang-hc"), `version`, and how the server runs, `Served` by its fields.
 
 Events, by `op`. Blocks are numbered in order of appearance, requests as they came. `t`: seconds
 since the start.
@@ -18,10 +17,14 @@ since the start.
                                        `device` tokens were on the device and `hit` more in the
                                        tiers; `restored` came back, `disk` of them were read for
                                        this request
+    first      t, req                  has its first token
     gone       t, req                  left the queue unserved
     finish     t, req, path            is over; `path` is all that was computed
     lost       events                  this many events are missing
     end        t                       the server stopped in order
+
+A server without tiers (`--hc-disable`) has `arrive`, `first` and `finish` alone. Version 2, which
+`simulate` and `capacity` read too, has no `first` and less in its header.
 """
 
 from __future__ import annotations
@@ -37,10 +40,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.queue.requests import Serial
@@ -48,13 +52,46 @@ from sglang_hc.tree.identity import Prefix, block_id, root_id
 
 logger = logging.getLogger(__name__)
 
-TRACE_VERSION = 2
+TRACE_VERSION = 3
 
 TOKEN_LIMIT = 1 << 30
 """Token ids from here on cannot be made unreadable; no vocabulary comes near."""
 
+Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+Size = Annotated[int, Meta(ge=1, le=1 << 62)]
+
 _WORD = 1 << 64
 _TOKEN_BITS = 30
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """How a server runs, as far as its times depend on it.
+
+    model: what is served on which device, in the words of a profile's fingerprint. context: of the
+    model, in tokens. kv_tokens: of the KV pool. running: requests at once, at most. chunk: tokens
+    of prompts in a pass; 0 for whole prompts. mixed: requests decode in such passes. overlap: the
+    scheduler looks at the results of a pass when the next one runs. The rest is of
+    the tiers, and has these defaults on a server without: blocks that fit into host memory and on
+    disk, bytes of a block, the options as served, and whether there is a remote store.
+    """
+
+    model: str
+    context: Size
+    kv_tokens: Size
+    page_size: Size
+    running: Size
+    chunk: Count
+    mixed: bool
+    overlap: bool = True
+    host_slots: Count = 0
+    disk_slots: Count = 0
+    slot_bytes: Count = 0
+    layer_plan: str = ""
+    eviction: str = "none"
+    prefetch: str = "off"
+    schedule: str = "off"
+    restore: str = "cost"
+    remote: bool = False
 
 
 class Pseudonyms:
@@ -121,7 +158,8 @@ class Recorder:
     """Takes note of requests; the scheduler thread calls everything here.
 
     It only appends to a bounded queue. A writer thread makes token ids unreadable and writes the
-    lines. What it cannot keep up with is left out and counted, and the file says where.
+    lines. What it cannot keep up with is left out and counted, and the file says where. What is
+    told of a request that never arrived is not taken.
     """
 
     def __init__(
@@ -140,11 +178,14 @@ class Recorder:
         self._started = clock()
         self._matched: dict[Serial, dict[str, int]] = {}
         self._passed: set[Serial] = set()
+        self._open: dict[Serial, bool] = {}
+        """Requests that came and are not over, and whether each has a token."""
         self.events = 0
         self.dropped = 0
 
     def arrived(self, request: Serial, prompt: Prefix) -> None:
         """A request with this prompt was queued, or queued again."""
+        self._open[request] = False
         self._note("arrive", req=request, path=prompt)
 
     def matched(self, request: Serial, on_device: int, hit: int) -> None:
@@ -156,7 +197,7 @@ class Recorder:
 
     def passed_over(self, request: Serial) -> None:
         """The request could have been admitted, but its state is still on the way."""
-        if request not in self._passed:
+        if request in self._open and request not in self._passed:
             self._passed.add(request)
             self._note("passed", req=request)
 
@@ -164,19 +205,27 @@ class Recorder:
         """The request is in a batch; `restored` tokens of its hit come back from the tiers."""
         match = self._matched.pop(request, None)
         self._passed.discard(request)
-        if match is not None:
+        if match is not None and request in self._open:
             self._note("admit", req=request, **match, restored=restored, disk=from_disk)
+
+    def answered(self, request: Serial) -> None:
+        """The request has a token; the first one that it has since it was queued counts."""
+        if self._open.get(request) is False:
+            self._open[request] = True
+            self._note("first", req=request)
 
     def gone(self, request: Serial) -> None:
         """The request left the queue without being admitted."""
         self._matched.pop(request, None)
         self._passed.discard(request)
-        self._note("gone", req=request)
+        if self._open.pop(request, None) is not None:
+            self._note("gone", req=request)
 
     def finished(self, request: Serial, computed: Prefix) -> None:
         """The request is over; `computed` is what was computed of prompt and answer."""
         self._matched.pop(request, None)
-        self._note("finish", req=request, path=computed)
+        if self._open.pop(request, None) is not None:
+            self._note("finish", req=request, path=computed)
 
     def stats(self) -> dict[str, object]:
         """Plain numbers for /server_info and the metrics."""

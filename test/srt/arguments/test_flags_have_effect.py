@@ -242,9 +242,10 @@ def test_options_come_from_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config is not None and config.forms == "kv"
 
 
-def test_what_is_switched_off_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_switched_off_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A record is made without tiers too."""
     with caplog.at_level("WARNING", logger="sglang_hc"):
         logging.getLogger("sglang_hc").addHandler(caplog.handler)
-        parsed("--hc-disable", "--hc-ttl", "3")
+        parsed("--hc-disable", "--hc-ttl", "3", "--hc-trace", str(tmp_path / "t.jsonl"))
     logging.getLogger("sglang_hc").removeHandler(caplog.handler)
     assert "--hc-disable: --hc-ttl without effect" in caplog.text

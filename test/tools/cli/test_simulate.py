@@ -155,7 +155,7 @@ def profile(folder, **changes):
     cost = dataclasses.replace(
         cost_model(host=1e-7, disk=1e-6, project=1e-9, prefill=1e-5),
         step=StepFit(Fit(1e-4, 1e-5), 1e-9),
-        head=1e-3,
+        passes=Fit(1e-4, 1e-5),
         shape=StateShape(40, 5120 * 4, (5120 * 4, 5120 * 4), "torch.float32"),
     )
     path = folder / "profile.json"
@@ -175,7 +175,11 @@ def test_a_profile_is_a_machine_and_its_elements_count(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words", "says"),
     [
-        ({"step": None}, [], "--profile: .*: measured without decode steps; write a new one"),
+        (
+            {"step": None},
+            [],
+            "--profile: .*: measured without passes of an engine; write a new one",
+        ),
         (
             {"shape": StateShape(32, 8192, (8192,), "float16")},
             [],

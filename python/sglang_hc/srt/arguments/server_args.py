@@ -163,7 +163,7 @@ def begin(args: Any, previous: Step) -> None:
 
 def _begin(args: Any, config: HcConfig) -> None:
     if config.disable:
-        idle = [flag_of(name) for name in config.changed() if name != "disable"]
+        idle = [flag_of(name) for name in config.changed() if name not in ("disable", "trace")]
         if idle:
             logger.warning("sglang-hc: --hc-disable: %s without effect", ", ".join(idle))
     if not torch.cuda.is_available():
@@ -265,11 +265,14 @@ def check_radix_cache(args: Any) -> None:
 
 def config_of(args: Any) -> HcConfig | None:
     """The tier's options inside SGLang's arguments; None when it is off."""
+    config = options_of(args)
+    return None if config is None or config.disable else config
+
+
+def options_of(args: Any) -> HcConfig | None:
+    """As `config_of`, of a server without tiers too; None where nobody gave any."""
     values = arguments.kept_options(args)
-    if values is None:
-        return None
-    config = HcConfig.from_mapping(values, "server arguments")
-    return None if config.disable else config
+    return None if values is None else HcConfig.from_mapping(values, "server arguments")
 
 
 def refuse_modes(args: Any, config: HcConfig) -> None:

@@ -268,9 +268,14 @@ def runs_adapters(args: Any) -> bool:
     return bool(_now(args, "enable_lora"))
 
 
+def has_overlap(args: Any) -> bool:
+    """Whether the scheduler looks at the results of a pass when the next one runs."""
+    return not _now(args, "disable_overlap_schedule")
+
+
 def has_forward_stream(args: Any) -> bool:
     """Whether passes run on a stream of their own: with overlap scheduling and in a pipeline."""
-    return not _now(args, "disable_overlap_schedule") or _now(args, "pp_size") > 1
+    return has_overlap(args) or _now(args, "pp_size") > 1
 
 
 def first_gpu(args: Any) -> tuple[int, float]:

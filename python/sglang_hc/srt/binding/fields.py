@@ -126,6 +126,16 @@ def is_over(req: Any) -> bool:
     return req.finished()
 
 
+def has_answer(req: Any) -> bool:
+    """Whether it has a token of its reply."""
+    return len(req.output_ids) > 0
+
+
+def told_tokens(req: Any) -> int:
+    """Tokens of its prompt and its reply until now."""
+    return len(req.origin_input_ids) + len(req.output_ids)
+
+
 def is_last_part(req: Any) -> bool:
     """Whether the part of its reply that is being sent is the last one."""
     return bool(req.finished_output)

@@ -92,21 +92,12 @@ def measured(
 
 def fingerprint(runner: Any, disks: tuple[str, ...], hidden: bool) -> str:
     """What the costs depend on, in words: model geometry, types, device, disks, versions."""
-    args = arguments.of(runner)
-    ranks, stages = parallel.tp_size(), parallel.pp_size()
-    config = runner.model_config.hf_config.to_json_string(use_diff=False)
-    digest = hashlib.blake2b(config.encode(), digest_size=8).hexdigest()
+    of_every_server = model_and_device(runner)
     parts = [
-        f"{type(runner.model).__name__} {digest}",
-        str(runner.dtype).removeprefix("torch."),
-        f"quantization {arguments.quantization(args)}",
-        f"KV {arguments.kv_cache_dtype(args)}",
+        *of_every_server[:4],
         "hidden states" if hidden else "KV only",
         *(["fixed tiles"] if has_fixed_tiles(runner.model) else []),
-        *(["deterministic"] if arguments.is_deterministic(args) else []),
-        *([f"tensor parallel {ranks}"] if ranks > 1 else []),
-        *([f"pipeline parallel {stages}"] if stages > 1 else []),
-        _device_name(runner),
+        *of_every_server[4:],
         *_kernels(runner),
         *(f"disk {Path(DirectorySpec.parse(disk).path).resolve()}" for disk in disks),
         f"sglang-hc {__version__}",
@@ -114,6 +105,24 @@ def fingerprint(runner: Any, disks: tuple[str, ...], hidden: bool) -> str:
         f"torch {torch.__version__}",
     ]
     return ", ".join(parts)
+
+
+def model_and_device(runner: Any) -> list[str]:
+    """The parts of a fingerprint that are of every server, with tiers or without."""
+    args = arguments.of(runner)
+    ranks, stages = parallel.tp_size(), parallel.pp_size()
+    config = runner.model_config.hf_config.to_json_string(use_diff=False)
+    digest = hashlib.blake2b(config.encode(), digest_size=8).hexdigest()
+    return [
+        f"{type(runner.model).__name__} {digest}",
+        str(runner.dtype).removeprefix("torch."),
+        f"quantization {arguments.quantization(args)}",
+        f"KV {arguments.kv_cache_dtype(args)}",
+        *(["deterministic"] if arguments.is_deterministic(args) else []),
+        *([f"tensor parallel {ranks}"] if ranks > 1 else []),
+        *([f"pipeline parallel {stages}"] if stages > 1 else []),
+        _device_name(runner),
+    ]
 
 
 def _device_name(runner: Any) -> str:

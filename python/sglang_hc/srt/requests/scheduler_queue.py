@@ -20,6 +20,7 @@ from sglang_hc.queue.requests import QueuedPrompt, Serial, departed, without
 from sglang_hc.srt.binding import fields
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.requests.overflow import dropped_of, earlier_of
+from sglang_hc.srt.requests.self_test import is_of_test
 from sglang_hc.tiers.trace import Recorder
 from sglang_hc.tree.identity import Prefix, pack_tokens
 
@@ -109,7 +110,7 @@ class SchedulerQueue:
             return
         if not fields.stays_out_of_tree(req):  # what is stored for its tokens is not its state
             self._arrived.append(req)
-            if self._recorder is not None:
+            if self._recorder is not None and not is_of_test(fields.namespace_of(req)):
                 self._recorder.arrived(serial_of(req), _prompt_of(req))
             self._view.arrived(serial_of(req), partial(self._look_at, req))
             dropped = dropped_of(req)

@@ -25,6 +25,7 @@ from sglang_hc.srt.engine import in_place
 from sglang_hc.srt.engine.guard import tree_of
 from sglang_hc.srt.engine.scheduler import BUILDING, OwnScheduler
 from sglang_hc.srt.ranks import decisions
+from sglang_hc.srt.requests import recording
 from sglang_hc.srt.requests.overflow import check_window
 from sglang_hc.srt.scheduling import streaming, weights
 from sglang_hc.srt.scheduling.speculation import hand_over
@@ -58,6 +59,7 @@ def build_scheduler(build: Callable[..., None], self: Any, *args: Any, **kwargs:
         check_window(self)
         decisions.attach(self)
         streaming.attach(self)
+        recording.attach(self)
     except ConfigError as error:
         logger.error("sglang-hc: %s", error)
         logger.debug("refused here", exc_info=True)

@@ -56,6 +56,7 @@ from sglang_hc.srt.model.window_pool import WindowPool, full_attention, window_p
 from sglang_hc.srt.ranks.decisions import ranks_of
 from sglang_hc.srt.ranks.replicas import host_share, place_of
 from sglang_hc.srt.ranks.start_group import StartGroup
+from sglang_hc.srt.requests.recording import served_with
 from sglang_hc.srt.scheduling.speculation import draft_layers
 from sglang_hc.srt.start.build_ends import (
     end_path,
@@ -96,8 +97,6 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     counters: Counter[str] = Counter()
     memory = _host_memory(model, device, layout)
     pool = memory.pool
-    page = runner.page_size
-    recorder = recorder_of(config, model.place.suffix, pool, page, fingerprint, ranks.clock)
 
     # Which blocks exist, and which of them stay.
     window = LookAhead()
@@ -110,6 +109,8 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     planner = _planner(model, device, layout, counters, ranks)
     disk = lower_tier(model, memory, fingerprint, host, planner, counters, ranks, ends)
     retention = Retention(host, disk, pins, wanted, ranks.clock)
+    served = served_with(config, runner, state.plan, pool, disk)
+    recorder = recorder_of(config, model.place.suffix, served, fingerprint, ranks.clock)
 
     # What moves them: to host memory for waiting requests, to the device, and from there.
     executor = ranks.executor(ThreadExecutor(pool, memory.snapshots))

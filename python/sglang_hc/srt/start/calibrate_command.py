@@ -16,7 +16,7 @@ from sglang.srt.server_args import PortArgs, prepare_server_args
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import StateShape
 from sglang_hc.policy.cost_model import CostModel
-from sglang_hc.policy.fit import fit_step
+from sglang_hc.policy.fit import fit_prefill, fit_step
 from sglang_hc.srt.arguments.server_args import ALWAYS_ENV
 from sglang_hc.srt.binding import arguments, parallel
 from sglang_hc.srt.engine import in_place
@@ -25,7 +25,7 @@ from sglang_hc.srt.model.exactness import choose_product, disagreement, prepare
 from sglang_hc.srt.model.model_state import hidden_excluded
 from sglang_hc.srt.model.scratch_layer import model_shape
 from sglang_hc.srt.ranks.start_group import StartGroup
-from sglang_hc.srt.start.timed_engine import SHORT, Timed, timed_engine
+from sglang_hc.srt.start.timed_engine import Timed, timed_engine
 
 
 class Loaded(NamedTuple):
@@ -47,12 +47,10 @@ def profile_model(model: str, disks: tuple[str, ...], flags: Sequence[str]) -> C
 
 
 def with_passes(cost: CostModel, shape: StateShape, timed: Timed) -> CostModel:
-    """The costs of layers with those of passes: steps are shared among the layers, and of a short
-    prompt the head is what its layers do not take."""
+    """The costs of layers with those of passes, which are shared among the layers."""
     layers = shape.num_layers
-    step = fit_step([(batch, context, took / layers) for batch, context, took in timed.steps])
-    head = timed.short - layers * cost.prefill_layer(SHORT, 0)
-    return replace(cost, step=step, head=max(0.0, head), shape=shape)
+    steps, passes = ([(n, c, took / layers) for n, c, took in found] for found in timed)
+    return replace(cost, step=fit_step(steps), passes=fit_prefill(passes), shape=shape)
 
 
 def load_model(model: str, flags: Sequence[str]) -> Loaded:

@@ -1,8 +1,9 @@
-"""What passes of a whole engine take: decode steps, and a short prompt. For the simulator.
+"""What passes of a whole engine take: over a prompt, and decode steps. For the simulator.
 
-A layer alone does not show them (`restore.probe`): a step is many short kernels or calls, and
-around the layers of a pass are embedding, LM head, scheduler and detokenizer. So SGLang's own
-engine runs, without our tiers, in a process of its own:
+A layer alone does not show them (`restore.probe`): timed again and again its weights stay in the
+caches of a processor, a step is many short kernels or calls, and around the layers are embedding,
+LM head, scheduler and detokenizer. So SGLang's own engine runs, without our tiers, in a process of
+its own:
 
     python -m sglang_hc.srt.start.timed_engine MODEL [FLAGS OF SGLANG ...]
 
@@ -17,33 +18,34 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 from sglang_hc.errors import ConfigError
-from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.srt.arguments.server_args import ALWAYS_ENV
 
-BATCHES = (1, 8)
+BATCHES = (1, 2, 4, 8)
 CONTEXTS = (64, 512)
 """Requests of a timed step, and tokens behind which each of them decodes."""
 
 STEPS = 8
 """Timed together."""
 
-ROUNDS = 2
-"""Of each size; the fastest counts, because other work on the machine only adds to it."""
+ROUNDS = 3
+"""Of each size; the middle one counts: it is what passes take, with what a server does beside."""
 
-SHORT = BLOCK_TOKENS
-"""Tokens of the timed prompt."""
+CONTEXT = 512
+PASSES = ((16, 0), (64, 0), (256, 0), (512, 0), (16, CONTEXT), (64, CONTEXT), (256, CONTEXT))
+"""New tokens of a timed prompt, and tokens before them that the device has."""
 
 
 class Timed(NamedTuple):
-    """steps: (requests, tokens of all their contexts, seconds of a step). short: seconds from a
-    prompt of SHORT tokens to its first token."""
+    """steps: (requests, tokens of all their contexts, seconds of a step). passes: (new tokens,
+    tokens before them, seconds from a prompt to its first token)."""
 
     steps: list[tuple[int, int, float]]
-    short: float
+    passes: list[tuple[int, int, float]]
 
 
 def timed_engine(model: str, flags: Sequence[str]) -> Timed:
@@ -55,7 +57,9 @@ def timed_engine(model: str, flags: Sequence[str]) -> Timed:
         said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
         raise ConfigError(f"no engine of {model} could be timed: {said[:300]}")
     found = json.loads(lines[-1])
-    return Timed([(int(b), int(c), float(s)) for b, c, s in found["steps"]], found["short"])
+    return Timed(
+        *([(int(n), int(c), float(s)) for n, c, s in found[kind]] for kind in Timed._fields)
+    )
 
 
 class _Engine:
@@ -102,13 +106,25 @@ def measure(engine: _Engine) -> Timed:
         for batch in BATCHES:
             prompts = [engine.prompt(context) for _ in range(batch)]
             engine.seconds(prompts, STEPS + 1)
-            long = min(engine.seconds(prompts, STEPS + 1) for _ in range(ROUNDS))
-            short = min(engine.seconds(prompts, 1) for _ in range(ROUNDS))
+            long, short = (
+                median(engine.seconds(prompts, count) for _ in range(ROUNDS))
+                for count in (STEPS + 1, 1)
+            )
             seconds = max((long - short) / STEPS, 1e-6)
             steps.append((batch, batch * (context + STEPS // 2), seconds))
-    tokens = min(SHORT, most)
-    first = min(engine.seconds([engine.prompt(tokens)], 1) for _ in range(ROUNDS + 1))
-    return Timed(steps, first)
+    return Timed(steps, list(_passes(engine, most)))
+
+
+def _passes(engine: _Engine, most: int) -> Iterator[tuple[int, int, float]]:
+    """Over one prompt each; all sizes are smaller where the largest has more than `most` tokens."""
+    share = min(1.0, most / max(map(sum, PASSES)))
+    before = engine.prompt(CONTEXT)
+    for new, context in ((max(1, int(n * share)), int(c * share)) for n, c in PASSES):
+        # The first one leaves what the others find, and pays for kernels.
+        _, *times = (
+            engine.seconds([before[:context] + engine.prompt(new)], 1) for _ in range(ROUNDS + 1)
+        )
+        yield new, context, median(times)
 
 
 def main() -> None:

@@ -94,6 +94,8 @@ class CapturingTree(WindowTree):
 
         After a chunk only full blocks: the tail would be replaced by the next chunk's.
         """
+        if self._recorder is not None and fields.has_answer(req):
+            self._recorder.answered(serial_of(req))
         if fields.is_over(req):
             self._keep_last(req, up_to, up_to)
             if fields.generates(req):

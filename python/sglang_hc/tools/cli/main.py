@@ -30,6 +30,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "sglang_hc.tools.cli.capacity",
         "find the DRAM and SSD that a load needs for a hit rate",
     ),
+    "calibrate": (
+        "sglang_hc.tools.cli.calibrate",
+        "compare simulated times with those that a server recorded",
+    ),
     "top": (
         "sglang_hc.tools.cli.top",
         "show what servers do with their tiers, live",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from sglang_hc.errors import ConfigError
-from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.forms import BLOCK_TOKENS, StateShape
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.layer_plan import auto_plan
 from sglang_hc.policy.meeting import restore_alone
@@ -41,6 +41,7 @@ class Machine:
         rates = Rates(self.flops * model.gpus, memory, self.link, self.disk)
         overhead = self.layer_overhead
         overhead = model.layer_overhead if overhead is None else overhead
+        assert model.shape is not None
         return modelled_costs(model.name, model.shape, rates, overhead)
 
 
@@ -50,6 +51,9 @@ LLaMA-65B on four A100 takes 360 ms, which is 185 TFLOP/s a GPU. Memory bandwidt
 data sheet (assumed); disks write as fast as they read (assumed)."""
 
 
+AGAIN = "write a new one with sglang-hc profile"
+
+
 @dataclass(frozen=True)
 class MeasuredMachine:
     """A machine by what `sglang-hc profile` has measured there."""
@@ -57,27 +61,35 @@ class MeasuredMachine:
     profile: CostModel
     where: str
 
+    @property
+    def state(self) -> StateShape:
+        """Of the model that was measured. Raises ConfigError for a profile without passes."""
+        cost = self.profile
+        if cost.step is None or cost.passes is None or cost.shape is None:
+            raise ConfigError(f"{self.where}: measured without passes of an engine; {AGAIN}")
+        return cost.shape
+
     def serve(self, model: SimulatedModel) -> SimulatedModel:
         """The model with the state that was measured: with other flags its elements have another
-        size. Raises ConfigError for a profile of another model, or one without decode steps."""
-        cost, again = self.profile, "write a new one with sglang-hc profile"
-        if cost.step is None or cost.shape is None:
-            raise ConfigError(f"{self.where}: measured without decode steps; {again}")
-        size = element_bytes(cost.shape.dtype.removeprefix("torch."))
-        found = cost.shape.num_layers, cost.shape.hidden_bytes // size
+        size. Raises ConfigError for a profile of another model, or one without passes."""
+        state = self.state
+        assert model.shape is not None
+        size = element_bytes(state.dtype.removeprefix("torch."))
+        found = state.num_layers, state.hidden_bytes // size
         wanted = model.shape.num_layers, model.shape.hidden_size
         if found != wanted:
             raise ConfigError(
                 f"{self.where}: measured for a model of {found[0]} layers of {found[1]}, and this "
-                f"one has {wanted[0]} of {wanted[1]}; {again}"
+                f"one has {wanted[0]} of {wanted[1]}; {AGAIN}"
             )
         if model.gpus > 1:
             raise ConfigError(f"{self.where}: measured on one GPU; leave --gpus out")
-        return replace(model, layout=replace(model.layout, shape=cost.shape))
+        return replace(model, layout=replace(model.layout, shape=state))
 
     def costs(self, model: SimulatedModel) -> CostModel:
-        """As measured and learned."""
-        return replace(self.profile)
+        """As measured, with passes in the place of layers, of which a server learns as much."""
+        assert self.profile.passes is not None
+        return replace(self.profile, prefill=self.profile.passes, head=0.0)
 
 
 AnyMachine = Machine | MeasuredMachine
@@ -88,6 +100,7 @@ def with_auto_plan(
 ) -> SimulatedModel:
     """The model in the layer plan that `--hc-forms auto` chooses by the costs of this machine."""
     shape = model.shape
+    assert shape is not None
     chosen = auto_plan(
         machine.costs(model),
         model.layout.shape,

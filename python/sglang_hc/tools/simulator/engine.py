@@ -61,7 +61,8 @@ class Serving:
     chunk: tokens of prompts in one pass, 0 for whole prompts; with chunks the last one is cut.
     mixed: running requests decode in such a pass too. overflow: one of `jobs.OVERFLOW_MODES`.
     output_cap: tokens that are decoded of an answer at most; the conversation goes on with all.
-    read_buffer: see `RestoredAhead`.
+    read_buffer: see `RestoredAhead`. late: a first token is told behind the pass after its own, as
+    by SGLang's overlap scheduling where one thread runs the model too.
     """
 
     max_batch: int = 24
@@ -71,6 +72,7 @@ class Serving:
     overflow: str = "off"
     output_cap: int | None = None
     read_buffer: bool = False
+    late: bool = False
 
 
 @dataclass
@@ -103,6 +105,7 @@ class Engine:
         self._queue: list[int] = []
         self._queue_changed = False
         self._unfinished: Prompt | None = None
+        self._untold: list[Prompt] = []
         self._passed: set[int] = set()
         self._served = 0
         self._numbers = 0
@@ -116,6 +119,11 @@ class Engine:
         for talk in self._talks:
             if talk.session.turns:
                 self._schedule(talk.session.arrival, talk.index)
+        self._serve()
+        return self.measures
+
+    def _serve(self) -> None:
+        """Until nothing is left to do."""
         while self._agenda or self._disk or self._decoding or self._queue or self._unfinished:
             self._receive()
             if self._prefill():
@@ -124,8 +132,8 @@ class Engine:
                 self._decode()
             else:
                 self._idle()
+        self._tell(self.now)
         self.measures.gpu = self._gpu
-        return self.measures
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -164,11 +172,13 @@ class Engine:
             steps = max(1, math.ceil((self._coming - self.now) / step))
         seconds = steps * step
         seconds += self._ahead.restore(self._queue, steps, seconds, self.now)
+        self._tell(self.now + step)
         self._gpu.decoded(seconds)
         for job in self._decoding.advance(steps):
             self._finish(job)
 
     def _idle(self) -> None:
+        self._tell(self.now)
         waits = bool(self._queue) and not self._disk
         self._gpu.idle_until(min(self._coming, self.now + PAUSE) if waits else self._coming)
 
@@ -200,6 +210,7 @@ class Engine:
             return False
         if batch[0].meeting is not None:
             self._met.meet(batch[0], self._room)
+            self._tell(self.now)
             self._first_token(batch[0])
         else:
             self._run(batch)
@@ -225,6 +236,7 @@ class Engine:
         copies = sum(prompt.plan.copy_seconds for prompt in batch if prompt.plan is not None)
         seconds += self._ahead.restore(self._queue, 1, seconds - copies, self.now)
         self._gpu.prefilled(seconds)
+        self._tell(self.now)
         through = self._decoding.advance(1) if rows else []
         for prompt, part in zip(batch, parts, strict=True):
             prompt.ran(part)
@@ -324,16 +336,24 @@ class Engine:
     def _first_token(self, prompt: Prompt) -> None:
         """The prompt is computed: its request decodes from now on."""
         job, cap = prompt.job, self.serving.output_cap
-        self.events.append(Event(self.now, "first", job.session))
+        self._untold.append(prompt)
+        if not self.serving.late:
+            self._tell(self.now)
         tokens = job.output_tokens if cap is None else min(job.output_tokens, cap)
         self.measures.output_tokens += tokens
         self.measures.served_tokens += job.prompt_tokens + tokens
-        if prompt.counts:
-            self.measures.answered(prompt, self.now)
         if tokens > 1:
             self._decoding.add(job, tokens - 1)
         else:
             self._finish(job)
+
+    def _tell(self, time: float) -> None:
+        """First tokens leave the server."""
+        for prompt in self._untold:
+            self.events.append(Event(time, "first", prompt.job.session))
+            if prompt.counts:
+                self.measures.answered(prompt, time)
+        self._untold.clear()
 
     def _look_ahead(self) -> None:
         if self._queue_changed:

@@ -71,11 +71,12 @@ _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "se
 class SimulatedModel:
     """One model in one layer plan.
 
-    context: window in tokens. layer_overhead: seconds of host work per layer and decode step.
+    shape: None where only a profile says what it costs. context: window in tokens.
+    layer_overhead: seconds of host work per layer and decode step.
     """
 
     name: str
-    shape: ModelShape
+    shape: ModelShape | None
     layout: BlockLayout
     context: int
     gpus: int
