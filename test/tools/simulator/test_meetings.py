@@ -16,7 +16,7 @@ from sglang_hc.policy.meeting import History, Split, best_split, from_below
 from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
 from sglang_hc.tools.simulator.costs import GpuCosts, Machine
 from sglang_hc.tools.simulator.engine import Engine
-from sglang_hc.tools.simulator.models import SERVER_LAYER_OVERHEAD, SimulatedModel, load_model
+from sglang_hc.tools.simulator.models import SERVER_HOST_WORK, SimulatedModel, load_model
 from sglang_hc.tools.simulator.tiers import TieredCache, TierSizes
 from sglang_hc.tools.workloads.sessions import Session, Turn, Workload
 from sglang_hc.tools.workloads.sessions import Span as Text
@@ -25,7 +25,7 @@ from support.examples import examples
 
 def model(forms: str = "kv", gpus: int = 2) -> SimulatedModel:
     found = load_model("llama-13b", forms, gpus, context=16_384)
-    return replace(found, layer_overhead=SERVER_LAYER_OVERHEAD)
+    return replace(found, host_work=SERVER_HOST_WORK)
 
 
 MODEL = model()

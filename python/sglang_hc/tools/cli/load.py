@@ -23,7 +23,7 @@ from sglang_hc.tools.simulator.engine import Serving
 from sglang_hc.tools.simulator.jobs import OVERFLOW_MODES
 from sglang_hc.tools.simulator.models import (
     MODEL_NAMES,
-    SERVER_LAYER_OVERHEAD,
+    SERVER_HOST_WORK,
     SimulatedModel,
     load_model,
 )
@@ -295,7 +295,7 @@ def _read_machine(args: argparse.Namespace) -> AnyMachine:
             flops=gpu.flops,
             memory_bandwidth=gpu.memory_bandwidth,
             link=link,
-            layer_overhead=SERVER_LAYER_OVERHEAD,
+            host_work=SERVER_HOST_WORK,
         )
     given = {
         name: number(option, text, low=1e-6) * unit

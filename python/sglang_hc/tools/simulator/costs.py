@@ -25,23 +25,22 @@ HOST = SourceTier.HOST
 class Machine:
     """Rates per second. flops, memory_bandwidth: of one GPU. link, disk: bytes, each way.
 
-    layer_overhead: seconds of host work per layer and decode step; None for what the model is
-    served with (`SimulatedModel.layer_overhead`).
+    host_work: seconds for each layer of a pass; None for what the model is served with
+    (`SimulatedModel.host_work`).
     """
 
     flops: float = 185e12
     memory_bandwidth: float = 1.6e12
     link: float = 26e9
     disk: float = 5e9
-    layer_overhead: float | None = None
+    host_work: float | None = None
 
     def costs(self, model: SimulatedModel) -> CostModel:
         """The GPUs work as one of their summed rates."""
         memory = self.memory_bandwidth * model.gpus
         rates = Rates(self.flops * model.gpus, memory, self.link, self.disk)
-        overhead = self.layer_overhead
-        overhead = model.layer_overhead if overhead is None else overhead
-        return modelled_costs(model.name, model.shape, rates, overhead)
+        work = model.host_work if self.host_work is None else self.host_work
+        return modelled_costs(model.name, model.shape, rates, work)
 
 
 ATTENTIONSTORE_MACHINE = Machine()

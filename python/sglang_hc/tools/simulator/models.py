@@ -71,7 +71,7 @@ _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "se
 class SimulatedModel:
     """One model in one layer plan.
 
-    context: window in tokens. layer_overhead: seconds of host work per layer and decode step.
+    context: window in tokens. host_work: seconds for each layer of a pass.
     """
 
     name: str
@@ -79,7 +79,7 @@ class SimulatedModel:
     layout: BlockLayout
     context: int
     gpus: int
-    layer_overhead: float
+    host_work: float
 
     @property
     def slot_bytes(self) -> int:
@@ -91,13 +91,15 @@ class SimulatedModel:
         return self.layout.slot_bytes / BLOCK_TOKENS
 
 
-PAPER_LAYER_OVERHEAD = 0.85e-3
-"""Seconds of host work per layer and decode step of the paper's Transformers-based executor.
+PAPER_HOST_WORK = 0.4e-3
+"""Seconds of host work for each layer of a pass of the paper's executor, Transformers run eagerly.
 
-Not in the paper. Assumed: eager launches of about 0.85 ms a layer. The simulator's benchmark
-page shows how much that matters. A server with CUDA graphs has next to none.
+Not in the paper, but bounded by it: 13B's prompts of 121 ms (at 185 TFLOP/s) come 85 % sooner
+(section 4.2), so 40 layers take at most 18 ms, a layer 0.45. The simulator's benchmark page shows
+how much that matters.
 """
-SERVER_LAYER_OVERHEAD = 20e-6
+SERVER_HOST_WORK = 20e-6
+"""With CUDA graphs."""
 
 
 def load_model(
@@ -110,7 +112,7 @@ def load_model(
     config: Mapping[str, Any]
     if name_or_path in _SHIPPED:
         config, window, cards = _SHIPPED[name_or_path]
-        overhead, where = PAPER_LAYER_OVERHEAD, name_or_path
+        work, where = PAPER_HOST_WORK, name_or_path
     else:
         if not Path(name_or_path).exists():
             raise ConfigError(
@@ -119,13 +121,13 @@ def load_model(
             )
         config, where = read_model_config(name_or_path)
         window = context or _window(config, where)
-        cards, overhead = 1, SERVER_LAYER_OVERHEAD
+        cards, work = 1, SERVER_HOST_WORK
     shape = ModelShape.from_config(config, where=where)
     layout = BlockLayout(LayerPlan.parse(forms, shape.num_layers), shape.state_shape())
     if not layout.slot_bytes:
         raise ConfigError(f"forms {forms!r} stores nothing; give a plan with hidden or kv layers")
     return SimulatedModel(
-        Path(where).name, shape, layout, context or window, gpus or cards, overhead
+        Path(where).name, shape, layout, context or window, gpus or cards, work
     )
 
 
