@@ -285,7 +285,8 @@ def sensitivity() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    made.__name__: made for made in (models, whole, times, long, policies, rounds, bound, sensitivity)
+    made.__name__: made
+    for made in (models, whole, times, long, policies, rounds, bound, sensitivity)
 }
 
 

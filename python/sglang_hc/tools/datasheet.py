@@ -106,9 +106,7 @@ class Rates(NamedTuple):
     disk: float | None
 
 
-def modelled_costs(
-    name: str, shape: ModelShape, rates: Rates, host_work: float = 0.0
-) -> CostModel:
+def modelled_costs(name: str, shape: ModelShape, rates: Rates, host_work: float = 0.0) -> CostModel:
     """Costs from FLOP counts and bandwidths; nothing is measured.
 
     Compute runs no faster than the layer's weights can be read once. A decode step also reads the

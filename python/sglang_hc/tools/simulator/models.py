@@ -126,9 +126,7 @@ def load_model(
     layout = BlockLayout(LayerPlan.parse(forms, shape.num_layers), shape.state_shape())
     if not layout.slot_bytes:
         raise ConfigError(f"forms {forms!r} stores nothing; give a plan with hidden or kv layers")
-    return SimulatedModel(
-        Path(where).name, shape, layout, context or window, gpus or cards, work
-    )
+    return SimulatedModel(Path(where).name, shape, layout, context or window, gpus or cards, work)
 
 
 def _window(config: Mapping[str, Any], where: str) -> int:
