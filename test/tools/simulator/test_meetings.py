@@ -177,7 +177,8 @@ def test_a_history_is_met_only_if_host_memory_can_hold_it(host: int, meetings: i
 
 def test_the_simulator_prices_as_the_plan_does() -> None:
     hardware = load_hardware("A100-40G")
-    machine = Machine(hardware.flops, hardware.memory_bandwidth, 26e9, 6.9e9)
+    rates = hardware.flops, hardware.memory_bandwidth, 26e9, 6.9e9
+    machine = Machine(*rates, SERVER_HOST_WORK)
     model = load_model("llama-13b", "hidden", gpus=1)
     costs, sheet = GpuCosts(model, machine), datasheet_costs(hardware, model.shape, 26e9, 6.9e9)
     assert costs.cost.copies == sheet.copies and costs.cost.project == sheet.project

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.layer_plan import served_seconds
-from sglang_hc.policy.restore_plan import Choice
+from sglang_hc.policy.restore_plan import plan_restore
+from sglang_hc.tools.cli.plan import report_of
 from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
 from sglang_hc.tools.simulator.costs import GpuCosts, Machine, Part, with_auto_plan
 from sglang_hc.tools.simulator.engine import Engine, Serving
-from sglang_hc.tools.simulator.models import SimulatedModel, load_model
+from sglang_hc.tools.simulator.models import SERVER_HOST_WORK, SimulatedModel, load_model
 from sglang_hc.tools.simulator.run import Result, Setup, simulate
 from sglang_hc.tools.simulator.tiers import TieredCache
 from sglang_hc.tools.workloads.sessions import Session, Span, Turn, Workload
@@ -27,7 +28,7 @@ GPU = load_hardware("A100-40G")
 
 
 def machine(link: float = 26e9, disk: float = 5e9) -> Machine:
-    return Machine(GPU.flops, GPU.memory_bandwidth, link, disk)
+    return Machine(GPU.flops, GPU.memory_bandwidth, link, disk, SERVER_HOST_WORK)
 
 
 def talks(rows: list[tuple[float, list[tuple[int, int]]]]) -> Workload:
@@ -114,18 +115,19 @@ def model(forms: str) -> SimulatedModel:
 @pytest.mark.parametrize("forms", ["kv", "hidden", "auto"])
 @pytest.mark.parametrize(("history", "asked"), [(1024, 64), (4096, 64), (4096, 500), (8192, 64)])
 def test_one_returning_request_takes_what_plan_says(forms: str, history: int, asked: int) -> None:
-    """Less where the server recomputes more layers than its layer plan does, which `plan` has no
-    row for."""
+    """As it is stored, or with the layers that its planner recomputes for this history."""
     simulated = model(forms)
     load = returns(history, asked)
     took = simulate(Setup(load, simulated, 1e12, 0, machine=machine())).measures.ttft[-1]
     sheet = datasheet_costs(GPU, simulated.shape, 26e9)
-    planned = served_seconds(sheet, simulated.layout.plan, SourceTier.HOST, history, asked)
-    choice = GpuCosts(simulated, machine()).restored(history, 0, asked).choice
-    if choice is Choice.LOAD:
-        assert took == pytest.approx(planned, rel=0.02)
-    else:
-        assert choice is Choice.RECOMPUTE_MORE and 0.7 * planned < took < 1.02 * planned
+    stored = simulated.layout.plan
+    planned = plan_restore(sheet, stored, history, context=0, new=asked)
+    assert took == pytest.approx(planned.seconds, rel=0.02)
+    if forms != "auto":
+        way = report_of(sheet, simulated.shape, SourceTier.HOST, history, asked).ways[forms]
+        assert (way.plan, way.planned) == (stored, planned)
+        if not way.more_recomputed:
+            assert took == pytest.approx(way.ttft, rel=0.02)
 
 
 @pytest.mark.parametrize("forms", ["kv", "hidden", "auto"])
