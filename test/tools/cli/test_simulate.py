@@ -10,6 +10,7 @@ from sglang_hc.forms import StateShape
 from sglang_hc.policy.cost_model import SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit, StepFit
 from sglang_hc.profile_file import encode
+from sglang_hc.tools.cli import buying
 from sglang_hc.tools.cli.main import main
 from sglang_hc.tools.price_file import sample_prices
 from support.profiles import cost_model
@@ -211,6 +212,29 @@ def test_what_to_buy_is_small_enough_and_confirmed(capsys, tmp_path):
     assert p90(best["dram_gb"] / 1.1) > 23
     page = report.read_text()
     assert answer["says"] in page and "data:image/png;base64" in page
+
+
+@pytest.mark.long
+def test_the_error_of_a_sample_is_said_and_the_cheapest_row_has_none(capsys, monkeypatch):
+    """What the first part of a load needs is a tenth too much for all of it here."""
+    monkeypatch.setattr(buying, "SAMPLE_TURNS", 150)
+    words = [*BUY, "--ttft-p90", "23", "--forms", "kv"]
+    assert main(["capacity", *words, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    off = answer["sample_error"]
+    assert (answer["searched_turns"], off["form"]) == (150, "kv") and answer["turns"] > 150
+    assert off["dram"] == pytest.approx(1 - 1 / 1.1) and not off["at_least"]
+    row = answer["rows"][0]
+    assert row["meets"]
+
+    def p90(dram, ssd):
+        sizes = ["--dram-gb", str(dram), "--disk-gb", str(ssd)]
+        assert main(["simulate", *BUY, "--forms", "kv", *sizes, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["ttft_p90"]
+
+    dram, ssd = row["dram_gb"], row["ssd_gb"]
+    assert p90(dram, ssd) == pytest.approx(row["p90"], rel=0.01)
+    assert p90(dram / 1.1, ssd) > 23 and p90(dram, ssd / 1.1) > 23
 
 
 def test_nothing_to_buy_is_said(capsys, tmp_path):

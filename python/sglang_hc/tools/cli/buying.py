@@ -14,7 +14,7 @@ from typing import Any
 from sglang_hc.tools.cli.load import read_setup
 from sglang_hc.tools.cli.main import UsageError, blaming, number
 from sglang_hc.tools.price_file import Prices, read_prices, sample_prices
-from sglang_hc.tools.simulator.buying import Row, smallest
+from sglang_hc.tools.simulator.buying import LESS, Row, smallest
 from sglang_hc.tools.simulator.run import Result, Setup, simulate, state_bytes
 
 WORKERS = 2
@@ -22,8 +22,12 @@ WORKERS = 2
 SAMPLE_TURNS = 6000
 """Of a load with more turns so many are searched, the first ones."""
 
-STEPS_UP = 4
-"""Times that what was found in a sample is made larger, by a tenth, until it is right for all."""
+STEPS = 4
+"""Times that what was found in a sample is made larger, by a tenth, until it is right for all; and
+that the cheapest row is made smaller then. Smaller tiers may cost more: the GPUs work longer."""
+
+Sizes = tuple[float, float]
+"""Bytes of DRAM and of SSD."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -54,15 +58,26 @@ def run(args: argparse.Namespace) -> int:
         setups[form] = read_setup(
             argparse.Namespace(**{**vars(args), "forms": form}), 0, 1, args.policy
         )
-    rows = _search(setups, target)
     base = next(iter(setups.values()))
-    found = _ranked(rows, prices, base.model.gpus, target)
+
+    def ranked(rows: list[Row]) -> list[dict[str, Any]]:
+        return _ranked(rows, prices, base.model.gpus, target)
+
+    rows = _search(setups, target)
+    found, off = ranked(rows), None
+    best = found[0]["row"]
+    if base.workload.num_turns > SAMPLE_TURNS and best.form != "none" and found[0]["meets"]:
+        smaller, off = _checked(setups[best.form], best, target)
+        found = ranked([smaller if row is best else row for row in rows])
+    for row in found:
+        del row["row"]
     answer = {
         "target_ttft_p90": target,
         "prices": {"currency": prices.currency, "source": prices.source},
         "rows": found,
         "searched_turns": min(SAMPLE_TURNS, base.workload.num_turns),
         "turns": base.workload.num_turns,
+        "sample_error": off,
         "says": _says(found),
     }
     if args.report is not None:
@@ -80,29 +95,27 @@ def _search(setups: dict[str, Setup], target: float) -> list[Row]:
     """A row without tiers, and for each form one without SSD and one with."""
     base = next(iter(setups.values()))
     rows = [Row.of(simulate(replace(base, dram=0.0, disk=0.0, policy="none")), "none")]
-    jobs = [(form, setup, target) for form, setup in setups.items()]
-    if len(jobs) == 1:
-        return rows + _form(jobs[0])
+    jobs = [
+        (form, setup, target, with_ssd)
+        for form, setup in setups.items()
+        for with_ssd in (True, False)
+    ]
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("fork")) as pool:
-        for found in pool.map(_form, jobs):
-            rows += found
-    return rows
+        return rows + list(pool.map(_found, jobs))
 
 
-def _form(job: tuple[str, Setup, float]) -> list[Row]:
-    """Without SSD and with one. Of a long load a sample is searched: as in AttentionStore's
-    experiment by parts, the last tier grows with the number of sessions."""
-    form, setup, target = job
+def _found(job: tuple[str, Setup, float, bool]) -> Row:
+    """Of a long load a sample is searched: as in AttentionStore's experiment by parts, the last
+    tier grows with the number of sessions."""
+    form, setup, target, with_ssd = job
     sample = _sample(setup)
     share = len(sample.workload.sessions) / len(setup.workload.sessions)
     measured = _Measured(sample, form)
-    found = smallest(measured, target, state_bytes(sample), setup.model.slot_bytes)
+    slot = setup.model.slot_bytes
+    dram, ssd = smallest(measured, target, state_bytes(sample), slot, with_ssd=with_ssd)
     if share == 1:
-        return [Row.of(measured(*sizes), form) for sizes in found]
-    (alone, _), (dram, ssd) = found
-    return [
-        _grown(setup, form, *sizes, target) for sizes in ((alone / share, 0.0), (dram, ssd / share))
-    ]
+        return Row.of(measured(dram, ssd), form)
+    return _grown(setup, form, *((dram, ssd / share) if ssd else (dram / share, 0.0)), target)
 
 
 def _sample(setup: Setup) -> Setup:
@@ -123,12 +136,37 @@ def _sample(setup: Setup) -> Setup:
 
 def _grown(setup: Setup, form: str, dram: float, ssd: float, target: float) -> Row:
     """The whole load with these sizes, or with somewhat larger ones that it needs."""
-    for step in range(STEPS_UP + 1):
-        factor = 1.1**step
-        row = Row.of(simulate(replace(setup, dram=factor * dram, disk=factor * ssd)), form)
+    for step in range(STEPS + 1):
+        row = _whole((setup, form, (LESS**step * dram, LESS**step * ssd)))
         if row.p90 <= target:
             break
     return row
+
+
+def _whole(job: tuple[Setup, str, Sizes]) -> Row:
+    """A load with tiers of these sizes."""
+    setup, form, (dram, ssd) = job
+    return Row.of(simulate(replace(setup, dram=dram, disk=ssd)), form)
+
+
+def _checked(setup: Setup, row: Row, target: float) -> tuple[Row, dict[str, Any]]:
+    """A row from a sample, made smaller as long as that is enough for the whole load; and the share
+    of each tier that it needs less."""
+    first, steps = row, 0
+    with ProcessPoolExecutor(WORKERS, mp_context=get_context("fork")) as pool:
+        while steps < STEPS:
+            sizes = [(row.dram / LESS, row.ssd)] + [(row.dram, row.ssd / LESS)] * bool(row.ssd)
+            smaller = pool.map(_whole, [(setup, row.form, one) for one in sizes])
+            enough = [one for one in smaller if one.p90 <= target]
+            if not enough:
+                break
+            row, steps = enough[0], steps + 1
+    return row, {
+        "form": row.form,
+        "at_least": steps == STEPS,
+        "dram": 1 - row.dram / first.dram,
+        "ssd": 1 - row.ssd / first.ssd if first.ssd else 0.0,
+    }
 
 
 class _Measured:
@@ -158,6 +196,7 @@ def _ranked(rows: list[Row], prices: Prices, gpus: int, target: float) -> list[d
         found.append(
             {
                 **values,
+                "row": row,
                 "dram_gb": dram / 1e9,
                 "ssd_gb": ssd / 1e9,
                 "meets": row.p90 <= target,
@@ -179,6 +218,15 @@ def _says(rows: list[dict[str, Any]]) -> str:
     return f"cheapest: {best['form']}, {best['dram_gb']:.1f} GB DRAM, {best['ssd_gb']:.1f} GB SSD"
 
 
+def _error(off: dict[str, Any] | None) -> str:
+    """How far off the sizes are that come from a sample."""
+    if off is None:
+        return ""
+    less = f"{off['dram']:.0%} less DRAM" + (f", {off['ssd']:.0%} less SSD" if off["ssd"] else "")
+    least = "at least " if off["at_least"] else ""
+    return f". {off['form']} needed {least}{less} with all; the other rows may be off by as much"
+
+
 def _describe(answer: dict[str, Any]) -> str:
     currency = answer["prices"]["currency"]
     lines = [f"{'form':<16}{'DRAM GB':>9}{'SSD GB':>9}{'p50 s':>8}{'p90 s':>8}{'p99 s':>8}"
@@ -192,5 +240,5 @@ def _describe(answer: dict[str, Any]) -> str:
         )
     if answer["searched_turns"] < answer["turns"]:
         lines += ["", f"sizes were searched with {answer['searched_turns']} of {answer['turns']} "
-                  "turns: a smaller one may do; times and costs are of all"]  # fmt: skip
+                  f"turns; times and costs are of all{_error(answer['sample_error'])}"]  # fmt: skip
     return "\n".join([*lines, "", answer["says"], f"prices: {answer['prices']['source']}"])
