@@ -221,11 +221,12 @@ def test_the_error_of_a_sample_is_said_and_the_cheapest_row_has_none(capsys, mon
     words = [*BUY, "--ttft-p90", "23", "--forms", "kv"]
     assert main(["capacity", *words, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    off = answer["sample_error"]
-    assert (answer["searched_turns"], off["form"]) == (150, "kv") and answer["turns"] > 150
-    assert off["dram"] == pytest.approx(1 - 1 / 1.1) and not off["at_least"]
+    assert answer["searched_turns"] == 150 < answer["turns"]
     row = answer["rows"][0]
-    assert row["meets"]
+    errors = [row["sample_error"] for row in answer["rows"] if row["sample_error"]]
+    assert row["meets"] and row["sample_error"] in errors and len(errors) == 2
+    assert max(error["dram"] for error in errors) > 0.05
+    assert not row["sample_error"]["at_least"]
 
     def p90(dram, ssd):
         sizes = ["--dram-gb", str(dram), "--disk-gb", str(ssd)]
@@ -234,7 +235,7 @@ def test_the_error_of_a_sample_is_said_and_the_cheapest_row_has_none(capsys, mon
 
     dram, ssd = row["dram_gb"], row["ssd_gb"]
     assert p90(dram, ssd) == pytest.approx(row["p90"], rel=0.01)
-    assert p90(dram / 1.1, ssd) > 23 and p90(dram, ssd / 1.1) > 23
+    assert p90(dram / 1.1, ssd) > 23 and (not ssd or p90(dram, ssd / 1.1) > 23)
 
 
 def test_nothing_to_buy_is_said(capsys, tmp_path):

@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_hc.tools.cli.load import read_setup
 from sglang_hc.tools.cli.main import UsageError, blaming, number
-from sglang_hc.tools.price_file import Prices, read_prices, sample_prices
+from sglang_hc.tools.price_file import read_prices, sample_prices
 from sglang_hc.tools.simulator.buying import LESS, Row, smallest
 from sglang_hc.tools.simulator.run import Result, Setup, simulate, state_bytes
 
@@ -24,7 +24,7 @@ SAMPLE_TURNS = 6000
 
 STEPS = 4
 """Times that what was found in a sample is made larger, by a tenth, until it is right for all; and
-that the cheapest row is made smaller then. Smaller tiers may cost more: the GPUs work longer."""
+that the first row is made smaller then. Smaller tiers may cost more: the GPUs work longer."""
 
 Sizes = tuple[float, float]
 """Bytes of DRAM and of SSD."""
@@ -60,24 +60,27 @@ def run(args: argparse.Namespace) -> int:
         )
     base = next(iter(setups.values()))
 
-    def ranked(rows: list[Row]) -> list[dict[str, Any]]:
-        return _ranked(rows, prices, base.model.gpus, target)
+    def cost(row: Row) -> float:
+        return prices.per_hour(base.model.gpus, row.dram, row.ssd) * row.hours
 
-    rows = _search(setups, target)
-    found, off = ranked(rows), None
-    best = found[0]["row"]
-    if base.workload.num_turns > SAMPLE_TURNS and best.form != "none" and found[0]["meets"]:
-        smaller, off = _checked(setups[best.form], best, target)
-        found = ranked([smaller if row is best else row for row in rows])
-    for row in found:
-        del row["row"]
+    def rank(row: Row) -> tuple[bool, float]:
+        """Those that meet the target first, each by its cost."""
+        return row.p90 > target, cost(row)
+
+    rows = sorted(_search(setups, target), key=rank)
+    errors: dict[Row, dict[str, Any]] = {}
+    if base.workload.num_turns > SAMPLE_TURNS:
+        while rows[0].p90 <= target and rows[0].form != "none" and rows[0] not in errors:
+            row, error = _checked(setups[rows[0].form], rows[0], target)
+            errors[row] = error
+            rows = sorted([row, *rows[1:]], key=rank)
+    found = [_shown(row, cost(row), row.p90 <= target, errors.get(row)) for row in rows]
     answer = {
         "target_ttft_p90": target,
         "prices": {"currency": prices.currency, "source": prices.source},
         "rows": found,
         "searched_turns": min(SAMPLE_TURNS, base.workload.num_turns),
         "turns": base.workload.num_turns,
-        "sample_error": off,
         "says": _says(found),
     }
     if args.report is not None:
@@ -150,8 +153,8 @@ def _whole(job: tuple[Setup, str, Sizes]) -> Row:
 
 
 def _checked(setup: Setup, row: Row, target: float) -> tuple[Row, dict[str, Any]]:
-    """A row from a sample, made smaller as long as that is enough for the whole load; and the share
-    of each tier that it needs less."""
+    """A row from a sample, made smaller as long as that is enough for the whole load; and by which
+    share its tiers shrank."""
     first, steps = row, 0
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("fork")) as pool:
         while steps < STEPS:
@@ -162,7 +165,6 @@ def _checked(setup: Setup, row: Row, target: float) -> tuple[Row, dict[str, Any]
                 break
             row, steps = enough[0], steps + 1
     return row, {
-        "form": row.form,
         "at_least": steps == STEPS,
         "dram": 1 - row.dram / first.dram,
         "ssd": 1 - row.ssd / first.ssd if first.ssd else 0.0,
@@ -186,24 +188,19 @@ class _Measured:
         return self._known[key]
 
 
-def _ranked(rows: list[Row], prices: Prices, gpus: int, target: float) -> list[dict[str, Any]]:
-    """Those that meet the target first, each by its cost."""
-    found = []
-    for row in rows:
-        values = asdict(row)
-        dram, ssd, hours, tokens = (values.pop(k) for k in ("dram", "ssd", "hours", "tokens"))
-        cost = prices.per_hour(gpus, dram, ssd) * hours
-        found.append(
-            {
-                **values,
-                "row": row,
-                "dram_gb": dram / 1e9,
-                "ssd_gb": ssd / 1e9,
-                "meets": row.p90 <= target,
-                "cost_per_million_tokens": cost / tokens * 1e6 if tokens else 0.0,
-            }
-        )
-    return sorted(found, key=lambda row: (not row["meets"], row["cost_per_million_tokens"]))
+def _shown(row: Row, cost: float, meets: bool, error: dict[str, Any] | None) -> dict[str, Any]:
+    """A row as it is printed. error: of its sizes, where it was checked."""
+    values = asdict(row)
+    for name in ("dram", "ssd", "hours", "tokens"):
+        del values[name]
+    return {
+        **values,
+        "dram_gb": row.dram / 1e9,
+        "ssd_gb": row.ssd / 1e9,
+        "meets": meets,
+        "cost_per_million_tokens": cost / row.tokens * 1e6 if row.tokens else 0.0,
+        "sample_error": error,
+    }
 
 
 def _says(rows: list[dict[str, Any]]) -> str:
@@ -218,13 +215,14 @@ def _says(rows: list[dict[str, Any]]) -> str:
     return f"cheapest: {best['form']}, {best['dram_gb']:.1f} GB DRAM, {best['ssd_gb']:.1f} GB SSD"
 
 
-def _error(off: dict[str, Any] | None) -> str:
-    """How far off the sizes are that come from a sample."""
-    if off is None:
-        return ""
-    less = f"{off['dram']:.0%} less DRAM" + (f", {off['ssd']:.0%} less SSD" if off["ssd"] else "")
-    least = "at least " if off["at_least"] else ""
-    return f". {off['form']} needed {least}{less} with all; the other rows may be off by as much"
+def _error(row: dict[str, Any]) -> str:
+    """How far off the sizes of the sample were."""
+    off, least = row["sample_error"], "at least " if row["sample_error"]["at_least"] else ""
+    ssd = f", {off['ssd']:.0%} less SSD" if row["ssd_gb"] else ""
+    return (
+        f"{row['form']}, {row['dram_gb']:.1f} + {row['ssd_gb']:.1f} GB, needed {least}"
+        f"{off['dram']:.0%} less DRAM{ssd} with all"
+    )
 
 
 def _describe(answer: dict[str, Any]) -> str:
@@ -240,5 +238,7 @@ def _describe(answer: dict[str, Any]) -> str:
         )
     if answer["searched_turns"] < answer["turns"]:
         lines += ["", f"sizes were searched with {answer['searched_turns']} of {answer['turns']} "
-                  f"turns; times and costs are of all{_error(answer['sample_error'])}"]  # fmt: skip
+                  "turns; times and costs are of all; sizes of rows that are not named here may be "
+                  "too large"]  # fmt: skip
+        lines += [_error(row) for row in answer["rows"] if row["sample_error"]]
     return "\n".join([*lines, "", answer["says"], f"prices: {answer['prices']['source']}"])
