@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from sglang_hc.tools.cli.main import main
 from sglang_hc.tools.price_file import sample_prices
 from support.profiles import cost_model
 
+SAMPLES = Path(__file__).parents[3] / "benchmark" / "simulator" / "samples"
 SMALL = ["--workload", "attentionstore", "--sessions", "12", "--model", "llama-13b"]
 SIZES = ["--dram-gb", "10", "--disk-gb", "20"]
 NOTHING = ["--dram-gb", "0", "--disk-gb", "0"]
@@ -212,6 +214,31 @@ def test_what_to_buy_is_small_enough_and_confirmed(capsys, tmp_path):
     assert p90(best["dram_gb"] / 1.1) > 23
     page = report.read_text()
     assert answer["says"] in page and "data:image/png;base64" in page
+
+
+@pytest.mark.slow
+def test_sizes_for_the_mooncake_sample_are_within_a_tenth_of_the_smallest(capsys):
+    """Whatever is smaller by more than that misses the target, in DRAM or on the SSD."""
+    trace = str(SAMPLES / "mooncake.jsonl")
+    load = ["--workload", trace, "--model", "llama-13b", "--context", "16384", "--forms", "hidden"]
+    assert main(["capacity", *load, "--ttft-p90", "0.75", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+
+    def p90(dram, ssd):
+        sizes = ["--dram-gb", str(dram), "--disk-gb", str(ssd)]
+        assert main(["simulate", *load, *sizes, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["ttft_p90"]
+
+    assert rows[0]["meets"]
+    for row in rows:
+        if not row["meets"]:
+            continue
+        dram, ssd = row["dram_gb"], row["ssd_gb"]
+        assert p90(dram, ssd) == pytest.approx(row["p90"], rel=0.01)
+        for step in range(20):
+            less = 1.1 * 1.05**step
+            assert p90(dram / less, ssd) > 0.75
+            assert not ssd or p90(dram, ssd / less) > 0.75
 
 
 @pytest.mark.long
