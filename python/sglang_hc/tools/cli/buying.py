@@ -118,7 +118,7 @@ def _found(job: tuple[str, Setup, float, bool]) -> Row:
     dram, ssd = smallest(measured, target, state_bytes(sample), slot, with_ssd=with_ssd)
     if share == 1:
         return Row.of(measured(dram, ssd), form)
-    return _grown(setup, form, *((dram, ssd / share) if ssd else (dram / share, 0.0)), target)
+    return _grown(setup, form, (dram, ssd / share) if ssd else (dram / share, 0.0), target)
 
 
 def _sample(setup: Setup) -> Setup:
@@ -137,10 +137,15 @@ def _sample(setup: Setup) -> Setup:
     return replace(setup, workload=part)
 
 
-def _grown(setup: Setup, form: str, dram: float, ssd: float, target: float) -> Row:
-    """The whole load with these sizes, or with somewhat larger ones that it needs."""
-    for step in range(STEPS + 1):
-        row = _whole((setup, form, (LESS**step * dram, LESS**step * ssd)))
+def _grown(setup: Setup, form: str, sizes: Sizes, target: float) -> Row:
+    """The whole load with these sizes, with somewhat larger ones if it needs them, or with room for
+    all of its state."""
+    dram, ssd = sizes
+    larger = [(LESS**step * dram, LESS**step * ssd) for step in range(STEPS + 1)]
+    everything = state_bytes(setup)
+    larger.append((larger[-1][0], everything) if ssd else (everything, 0.0))
+    for one in larger:
+        row = _whole((setup, form, one))
         if row.p90 <= target:
             break
     return row
