@@ -97,6 +97,18 @@ def test_all_is_served_and_all_time_is_spent_on_something(
         cache.pool.idle.check_integrity()
 
 
+def test_the_end_of_a_load_is_no_part_of_the_share_of_prefill() -> None:
+    """One conversation goes on alone for long: what it decodes then is not counted."""
+    short = [(0.0, [(2000, 20)]) for _ in range(8)]
+    shares = []
+    for answer in (20, 4000):
+        setup = Setup(talks([*short, (0.0, [(2000, answer)])]), MODEL, 0, 0, policy="none")
+        measures = simulate(replace(setup, serving=Serving(max_batch=2))).measures
+        assert measures.prefill_share >= 0.999 * measures.gpu.prefill_share
+        shares.append(measures.prefill_share)
+    assert shares[1] == pytest.approx(shares[0], rel=0.2) and shares[1] > 0.1
+
+
 # -- one request --------------------------------------------------------------------------------
 
 
@@ -186,6 +198,16 @@ def test_others_decode_between_the_turns_of_a_mixed_server_but_not_in_a_long_pro
         result = simulate(Setup(load, MODEL, 0, 0, policy="none", serving=serving))
         ends[mixed] = [e.time for e in result.events if (e.kind, e.session) == ("finish", 0)]
     assert ends[True] < ends[False]
+
+
+def test_a_layer_of_a_prompt_takes_at_least_its_host_work() -> None:
+    work = {
+        seconds: GpuCosts(MODEL, replace(machine(), host_work=seconds)) for seconds in (0, 1e-3)
+    }
+    for new in (1, 100):
+        assert work[1e-3].prefill_seconds(new, 0) == pytest.approx(40 * 1e-3)
+        assert work[0].prefill_seconds(new, 0) < 40 * 0.5e-3
+    assert work[1e-3].prefill_seconds(4000, 0) == work[0].prefill_seconds(4000, 0)
 
 
 # -- the KV pool, prefetch, output --------------------------------------------------------------
