@@ -241,7 +241,7 @@ def test_sizes_for_the_mooncake_sample_are_within_a_tenth_of_the_smallest(capsys
             assert not ssd or p90(dram, ssd / less) > 0.75
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_error_of_a_sample_is_said_and_the_cheapest_row_has_none(capsys, monkeypatch):
     """What the first part of a load needs is a tenth too much for all of it here."""
     monkeypatch.setattr(buying, "SAMPLE_TURNS", 150)
