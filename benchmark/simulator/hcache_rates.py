@@ -35,6 +35,7 @@ from sglang_hc.policy.fit import Fit, StepFit
 from sglang_hc.policy.makespan import makespan
 from sglang_hc.policy.restore_plan import RestorePlan, plan_restore
 from sglang_hc.tools.cli.plan import DEFAULT_CONTEXT
+from sglang_hc.tools.datasheet import NO_HOST_WORK
 from sglang_hc.tools.simulator.costs import GpuCosts, MeasuredMachine, Part
 from sglang_hc.tools.simulator.engine import Engine, Event, Serving
 from sglang_hc.tools.simulator.models import SimulatedModel
@@ -59,7 +60,7 @@ class PaperCosts(GpuCosts):
         if arm == HCACHE:
             plan = reported(system, DEFAULT_CONTEXT).ways[HCACHE].plan
         layout = BlockLayout(plan, shape.state_shape())
-        model = SimulatedModel(system.model, shape, layout, WINDOW, 1, system.work)
+        model = SimulatedModel(system.model, shape, layout, WINDOW, 1, NO_HOST_WORK)
         super().__init__(model, MeasuredMachine(with_steps(system), "modelled"))
         self._ideal = arm == IDEAL
 

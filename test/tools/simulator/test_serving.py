@@ -14,7 +14,7 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.layer_plan import served_seconds
 from sglang_hc.policy.restore_plan import plan_restore
 from sglang_hc.tools.cli.plan import report_of
-from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
+from sglang_hc.tools.datasheet import HostWork, datasheet_costs, load_hardware
 from sglang_hc.tools.simulator.costs import GpuCosts, Machine, Part, with_auto_plan
 from sglang_hc.tools.simulator.engine import Engine, Serving
 from sglang_hc.tools.simulator.models import SERVER_HOST_WORK, SimulatedModel, load_model
@@ -202,7 +202,8 @@ def test_others_decode_between_the_turns_of_a_mixed_server_but_not_in_a_long_pro
 
 def test_a_layer_of_a_prompt_takes_at_least_its_host_work() -> None:
     work = {
-        seconds: GpuCosts(MODEL, replace(machine(), host_work=seconds)) for seconds in (0, 1e-3)
+        seconds: GpuCosts(MODEL, replace(machine(), host_work=HostWork(0, seconds)))
+        for seconds in (0, 1e-3)
     }
     for new in (1, 100):
         assert work[1e-3].prefill_seconds(new, 0) == pytest.approx(40 * 1e-3)

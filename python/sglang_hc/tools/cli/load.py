@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
@@ -297,7 +298,7 @@ def _read_machine(args: argparse.Namespace) -> AnyMachine:
             link=link,
             host_work=SERVER_HOST_WORK,
         )
-    given = {
+    given: dict[str, Any] = {
         name: number(option, text, low=1e-6) * unit
         for option, name, text, unit in (
             ("--gpu-tflops", "flops", args.gpu_tflops, 1e12),

@@ -15,7 +15,7 @@ from sglang_hc.policy.makespan import LayerTimes
 from sglang_hc.policy.meeting import restore_alone
 from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.restore_plan import RestorePlan, plan_restore
-from sglang_hc.tools.datasheet import Rates, modelled_costs
+from sglang_hc.tools.datasheet import HostWork, Rates, modelled_costs
 from sglang_hc.tools.model_shape import element_bytes
 from sglang_hc.tools.simulator.models import SimulatedModel
 
@@ -26,15 +26,14 @@ HOST = SourceTier.HOST
 class Machine:
     """Rates per second. flops, memory_bandwidth: of one GPU. link, disk: bytes, each way.
 
-    host_work: seconds for each layer of a pass; None for what the model is served with
-    (`SimulatedModel.host_work`).
+    host_work: None for that of the server which runs the model (`SimulatedModel.host_work`).
     """
 
     flops: float = 185e12
     memory_bandwidth: float = 1.6e12
     link: float = 26e9
     disk: float = 5e9
-    host_work: float | None = None
+    host_work: HostWork | None = None
 
     def costs(self, model: SimulatedModel) -> CostModel:
         """The GPUs work as one of their summed rates."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan
+from sglang_hc.tools.datasheet import HostWork
 from sglang_hc.tools.model_shape import ModelShape, read_model_config
 
 _LLAMA = {"model_type": "llama", "torch_dtype": "float16"}
@@ -71,7 +72,7 @@ _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "se
 class SimulatedModel:
     """One model in one layer plan.
 
-    context: window in tokens. host_work: seconds for each layer of a pass.
+    context: window in tokens. host_work: of the server that runs it.
     """
 
     name: str
@@ -79,7 +80,7 @@ class SimulatedModel:
     layout: BlockLayout
     context: int
     gpus: int
-    host_work: float
+    host_work: HostWork
 
     @property
     def slot_bytes(self) -> int:
@@ -91,14 +92,13 @@ class SimulatedModel:
         return self.layout.slot_bytes / BLOCK_TOKENS
 
 
-PAPER_HOST_WORK = 0.4e-3
-"""Seconds of host work for each layer of a pass of the paper's executor, Transformers run eagerly.
-
-Not in the paper, but bounded by it: 13B's prompts of 121 ms (at 185 TFLOP/s) come 85 % sooner
-(section 4.2), so 40 layers take at most 18 ms, a layer 0.45. The simulator's benchmark page shows
-how much that matters.
+PAPER_HOST_WORK = HostWork(step=0.85e-3, prompt=0.4e-3)
+"""Of the paper's executor, Transformers run eagerly. Not in the paper. Assumed: a layer of a decode
+step takes 0.85 ms, which serves 24 requests of different lengths. That of a prompt is bounded by
+the paper: 13B's prompts of 121 ms (at 185 TFLOP/s) come 85 % sooner (section 4.2), so 40 layers
+take at most 18 ms, a layer 0.45. The simulator's benchmark page shows how much this matters.
 """
-SERVER_HOST_WORK = 20e-6
+SERVER_HOST_WORK = HostWork(20e-6, 20e-6)
 """With CUDA graphs."""
 
 
