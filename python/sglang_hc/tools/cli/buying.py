@@ -19,7 +19,7 @@ from sglang_hc.tools.simulator.run import Result, Setup, simulate, state_bytes
 
 WORKERS = 2
 
-SAMPLE_TURNS = 6000
+SAMPLE_TURNS = 4000
 """Of a load with more turns so many are searched, the first ones."""
 
 STEPS = 4
