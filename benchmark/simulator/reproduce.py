@@ -81,6 +81,15 @@ def fitted(setup: Setup) -> Setup:
     return dataclasses.replace(setup, serving=serving, machine=machine)
 
 
+def whole(paper: Paper) -> Iterator[Run]:
+    """The experiment as it is and an eighth of it, as a server would restore ahead."""
+    for scale in (1, paper.scale):
+        part = Paper(scale)
+        setup = part.setup("llama-13b", 10_000)
+        serving = dataclasses.replace(setup.serving, read_buffer=False)
+        yield {"sessions": len(part.load.sessions)}, dataclasses.replace(setup, serving=serving)
+
+
 def times(paper: Paper) -> Iterator[Run]:
     """Figures 14 to 17: `models` against recomputing everything, and both with fitted rates."""
     for name in MODEL_NAMES:
@@ -242,7 +251,8 @@ def sensitivity(paper: Paper) -> Iterator[Run]:
     variants["think time 300 s (0)"] = {"workload": paper.closed(think=300.0)}
     mixed = workloads.shuffled(paper.load, 1.0, seed=0)
     variants["turns shuffled, 1 per second"] = {"workload": mixed}
-    faster = dataclasses.replace(load_model("llama-13b"), layer_overhead=0.2e-3)
+    model = load_model("llama-13b")
+    faster = dataclasses.replace(model, host_work=model.host_work._replace(step=0.2e-3))
     for label, options in variants.items():
         for policy in ("queue", "lru"):
             yield (
@@ -252,7 +262,7 @@ def sensitivity(paper: Paper) -> Iterator[Run]:
     for policy in ("queue", "lru"):
         setup = paper.setup("llama-13b", 4_000, policy=policy)
         yield (
-            {"variant": "0.2 ms of host work per layer (0.85)", "arm": policy},
+            {"variant": "0.2 ms of host work per layer of a step (0.85)", "arm": policy},
             dataclasses.replace(setup, model=faster),
         )
 
@@ -336,6 +346,7 @@ PARTS: dict[str, Callable[[Paper], Iterator[Run]]] = {
     part.__name__: part
     for part in (
         models,
+        whole,
         times,
         policies,
         rounds,

@@ -109,6 +109,15 @@ def models() -> str:
     return table(head, rows)
 
 
+def whole() -> str:
+    """One experiment and an eighth of it."""
+    rows = [
+        [f"{run['sessions']:,}", *shares(run), f"{100 * run['prefill_share']:.2f}"]
+        for run in load("whole")
+    ]
+    return table(["sessions", "turns %", "tokens %", "restored %", "prefill %"], rows)
+
+
 def times_runs() -> Runs:
     """By model, arm and set of assumptions."""
     names = {
@@ -310,7 +319,7 @@ def recorded() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     made.__name__: made
-    for made in (models, times, long, policies, rounds, writes, bound, sensitivity, recorded)
+    for made in (models, whole, times, long, policies, rounds, writes, bound, sensitivity, recorded)
 }
 
 

@@ -106,14 +106,25 @@ class Rates(NamedTuple):
     disk: float | None
 
 
+class HostWork(NamedTuple):
+    """Seconds of host work for each layer. step: a decode step takes them beside its kernels.
+    prompt: a layer of a prompt takes so long at least; behind the kernels of a long one they do not
+    show."""
+
+    step: float = 0.0
+    prompt: float = 0.0
+
+
+NO_HOST_WORK = HostWork()
+
+
 def modelled_costs(
-    name: str, shape: ModelShape, rates: Rates, step_overhead: float = 0.0
+    name: str, shape: ModelShape, rates: Rates, host_work: HostWork = NO_HOST_WORK
 ) -> CostModel:
     """Costs from FLOP counts and bandwidths; nothing is measured.
 
     Compute runs no faster than the layer's weights can be read once. A decode step also reads the
-    weights of the LM head, and K and V of all contexts. step_overhead: seconds of host work for
-    each layer of a decode step; behind the kernels of a prompt it does not show.
+    weights of the LM head, and K and V of all contexts.
     """
     state = shape.state_shape()
     read = shape.layer_params + shape.vocab * shape.hidden_size / shape.num_layers
@@ -141,12 +152,12 @@ def modelled_costs(
             0.0,
             (2 * shape.layer_params + shape.attention_flops_per_token) / rates.flops,
             shape.attention_flops_per_pair / rates.flops,
-            floor=shape.layer_params * weight_seconds,
+            floor=max(shape.layer_params * weight_seconds, host_work.prompt),
             window=shape.window,
             windowed=shape.windowed,
         ),
         step=StepFit(
-            Fit(0.0, 2 * read / rates.flops, floor=read * weight_seconds + step_overhead),
+            Fit(0.0, 2 * read / rates.flops, floor=read * weight_seconds + host_work.step),
             state.kv_bytes / rates.memory,
         ),
     )

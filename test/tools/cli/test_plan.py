@@ -60,6 +60,22 @@ def test_json_has_the_plan_and_times_in_seconds(model, plan):
         assert tier["restore_seconds"]["plan"] <= tier["ttft_seconds"]["plan"]
 
 
+def test_what_the_planner_recomputes_beside_a_layer_plan_is_said(model, plan, capsys):
+    """K and V of a short history are half as fast as the link brings them: some layers of them are
+    recomputed, although stored. From disk the times say so by themselves."""
+    words = ("--model", model(), "--gpu", "A100-40G", "--link-gbps", "26", "--disk-gbps", "6.9",
+             "--context", "1024")  # fmt: skip
+    out = plan(*words)
+    kv, best = out["planner"]["kv"], out["planner"]["plan"]
+    assert kv["more_recomputed"] > 0 and kv["ttft_seconds"] < out["ttft_seconds"]["kv"]
+    assert best == {"more_recomputed": 0, "ttft_seconds": out["ttft_seconds"]["plan"]}
+    assert out["tiers"]["disk"]["planner"] == {}
+    assert main(["plan", *words]) == 0
+    said = f"KV only: for this request the planner recomputes {kv['more_recomputed']} layers more"
+    text = capsys.readouterr().out
+    assert said in text and text.count("the planner recomputes") == 1
+
+
 @pytest.mark.parametrize(("gbps", "head"), [(6.9, True), (100.0, False)])
 def test_from_disk_the_plan_is_what_a_server_does(model, plan, gbps, head):
     """Its meeting point."""

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -10,10 +11,14 @@ from sglang_hc.forms import StateShape
 from sglang_hc.policy.cost_model import SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit, StepFit
 from sglang_hc.profile_file import encode
+from sglang_hc.tools.cli import buying
 from sglang_hc.tools.cli.main import main
 from sglang_hc.tools.price_file import sample_prices
+from sglang_hc.tools.simulator.buying import SMALLEST_BLOCKS
+from sglang_hc.tools.simulator.models import load_model
 from support.profiles import cost_model
 
+SAMPLES = Path(__file__).parents[3] / "benchmark" / "simulator" / "samples"
 SMALL = ["--workload", "attentionstore", "--sessions", "12", "--model", "llama-13b"]
 SIZES = ["--dram-gb", "10", "--disk-gb", "20"]
 NOTHING = ["--dram-gb", "0", "--disk-gb", "0"]
@@ -235,6 +240,57 @@ def test_what_to_buy_is_small_enough_and_confirmed(capsys, tmp_path):
     assert p90(best["dram_gb"] / 1.1) > 23
     page = report.read_text()
     assert answer["says"] in page and "data:image/png;base64" in page
+
+
+@pytest.mark.slow
+def test_sizes_for_the_mooncake_sample_are_within_a_tenth_of_the_smallest(capsys):
+    """Whatever is smaller by more than that misses the target, in DRAM or on the SSD, down to the
+    smallest tiers that are looked at."""
+    trace = str(SAMPLES / "mooncake.jsonl")
+    load = ["--workload", trace, "--model", "llama-13b", "--context", "16384", "--forms", "hidden"]
+    assert main(["capacity", *load, "--ttft-p90", "0.75", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+
+    def p90(dram, ssd):
+        sizes = ["--dram-gb", str(dram), "--disk-gb", str(ssd)]
+        assert main(["simulate", *load, *sizes, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["ttft_p90"]
+
+    least = SMALLEST_BLOCKS * load_model("llama-13b", "hidden").slot_bytes / 1e9
+    assert rows[0]["meets"]
+    for row in rows:
+        if not row["meets"]:
+            continue
+        dram, ssd = row["dram_gb"], row["ssd_gb"]
+        assert p90(dram, ssd) == pytest.approx(row["p90"], rel=0.01)
+        for step in range(20):
+            less = 1.1 * 1.05**step
+            assert dram / less < least or p90(dram / less, ssd) > 0.75
+            assert ssd / less < least or p90(dram, ssd / less) > 0.75
+
+
+@pytest.mark.slow
+def test_the_error_of_a_sample_is_said_and_the_cheapest_row_has_none(capsys, monkeypatch):
+    """What the first part of a load needs is a tenth too much for all of it here."""
+    monkeypatch.setattr(buying, "SAMPLE_TURNS", 150)
+    words = [*BUY, "--ttft-p90", "23", "--forms", "kv"]
+    assert main(["capacity", *words, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["searched_turns"] == 150 < answer["turns"]
+    row = answer["rows"][0]
+    errors = [row["sample_error"] for row in answer["rows"] if row["sample_error"]]
+    assert row["meets"] and row["sample_error"] in errors and len(errors) == 2
+    assert max(error["dram"] for error in errors) > 0.05
+    assert not row["sample_error"]["at_least"]
+
+    def p90(dram, ssd):
+        sizes = ["--dram-gb", str(dram), "--disk-gb", str(ssd)]
+        assert main(["simulate", *BUY, "--forms", "kv", *sizes, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["ttft_p90"]
+
+    dram, ssd = row["dram_gb"], row["ssd_gb"]
+    assert p90(dram, ssd) == pytest.approx(row["p90"], rel=0.01)
+    assert p90(dram / 1.1, ssd) > 23 and (not ssd or p90(dram, ssd / 1.1) > 23)
 
 
 def test_nothing_to_buy_is_said(capsys, tmp_path):

@@ -16,7 +16,7 @@ from sglang_hc.policy.meeting import History, Split, best_split, from_below
 from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
 from sglang_hc.tools.simulator.costs import GpuCosts, Machine
 from sglang_hc.tools.simulator.engine import Engine
-from sglang_hc.tools.simulator.models import SERVER_LAYER_OVERHEAD, SimulatedModel, load_model
+from sglang_hc.tools.simulator.models import SERVER_HOST_WORK, SimulatedModel, load_model
 from sglang_hc.tools.simulator.tiers import TieredCache, TierSizes
 from sglang_hc.tools.workloads.sessions import Session, Turn, Workload
 from sglang_hc.tools.workloads.sessions import Span as Text
@@ -25,7 +25,7 @@ from support.examples import examples
 
 def model(forms: str = "kv", gpus: int = 2) -> SimulatedModel:
     found = load_model("llama-13b", forms, gpus, context=16_384)
-    return replace(found, layer_overhead=SERVER_LAYER_OVERHEAD)
+    return replace(found, host_work=SERVER_HOST_WORK)
 
 
 MODEL = model()
@@ -177,7 +177,8 @@ def test_a_history_is_met_only_if_host_memory_can_hold_it(host: int, meetings: i
 
 def test_the_simulator_prices_as_the_plan_does() -> None:
     hardware = load_hardware("A100-40G")
-    machine = Machine(hardware.flops, hardware.memory_bandwidth, 26e9, 6.9e9)
+    rates = hardware.flops, hardware.memory_bandwidth, 26e9, 6.9e9
+    machine = Machine(*rates, SERVER_HOST_WORK)
     model = load_model("llama-13b", "hidden", gpus=1)
     costs, sheet = GpuCosts(model, machine), datasheet_costs(hardware, model.shape, 26e9, 6.9e9)
     assert costs.cost.copies == sheet.copies and costs.cost.project == sheet.project

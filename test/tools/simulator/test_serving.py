@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.layer_plan import served_seconds
-from sglang_hc.policy.restore_plan import Choice
-from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
+from sglang_hc.policy.restore_plan import plan_restore
+from sglang_hc.tools.cli.plan import report_of
+from sglang_hc.tools.datasheet import HostWork, datasheet_costs, load_hardware
 from sglang_hc.tools.simulator.costs import GpuCosts, Machine, Part, with_auto_plan
 from sglang_hc.tools.simulator.engine import Engine, Serving
-from sglang_hc.tools.simulator.models import SimulatedModel, load_model
+from sglang_hc.tools.simulator.models import SERVER_HOST_WORK, SimulatedModel, load_model
 from sglang_hc.tools.simulator.run import Result, Setup, simulate
 from sglang_hc.tools.simulator.tiers import TieredCache
 from sglang_hc.tools.workloads.sessions import Session, Span, Turn, Workload
@@ -27,7 +28,7 @@ GPU = load_hardware("A100-40G")
 
 
 def machine(link: float = 26e9, disk: float = 5e9) -> Machine:
-    return Machine(GPU.flops, GPU.memory_bandwidth, link, disk)
+    return Machine(GPU.flops, GPU.memory_bandwidth, link, disk, SERVER_HOST_WORK)
 
 
 def talks(rows: list[tuple[float, list[tuple[int, int]]]]) -> Workload:
@@ -96,6 +97,18 @@ def test_all_is_served_and_all_time_is_spent_on_something(
         cache.pool.idle.check_integrity()
 
 
+def test_the_end_of_a_load_is_no_part_of_the_share_of_prefill() -> None:
+    """One conversation goes on alone for long: what it decodes then is not counted."""
+    short = [(0.0, [(2000, 20)]) for _ in range(8)]
+    shares = []
+    for answer in (20, 4000):
+        setup = Setup(talks([*short, (0.0, [(2000, answer)])]), MODEL, 0, 0, policy="none")
+        measures = simulate(replace(setup, serving=Serving(max_batch=2))).measures
+        assert measures.prefill_share >= 0.999 * measures.gpu.prefill_share
+        shares.append(measures.prefill_share)
+    assert shares[1] == pytest.approx(shares[0], rel=0.2) and shares[1] > 0.1
+
+
 # -- one request --------------------------------------------------------------------------------
 
 
@@ -114,18 +127,19 @@ def model(forms: str) -> SimulatedModel:
 @pytest.mark.parametrize("forms", ["kv", "hidden", "auto"])
 @pytest.mark.parametrize(("history", "asked"), [(1024, 64), (4096, 64), (4096, 500), (8192, 64)])
 def test_one_returning_request_takes_what_plan_says(forms: str, history: int, asked: int) -> None:
-    """Less where the server recomputes more layers than its layer plan does, which `plan` has no
-    row for."""
+    """As it is stored, or with the layers that its planner recomputes for this history."""
     simulated = model(forms)
     load = returns(history, asked)
     took = simulate(Setup(load, simulated, 1e12, 0, machine=machine())).measures.ttft[-1]
     sheet = datasheet_costs(GPU, simulated.shape, 26e9)
-    planned = served_seconds(sheet, simulated.layout.plan, SourceTier.HOST, history, asked)
-    choice = GpuCosts(simulated, machine()).restored(history, 0, asked).choice
-    if choice is Choice.LOAD:
-        assert took == pytest.approx(planned, rel=0.02)
-    else:
-        assert choice is Choice.RECOMPUTE_MORE and 0.7 * planned < took < 1.02 * planned
+    stored = simulated.layout.plan
+    planned = plan_restore(sheet, stored, history, context=0, new=asked)
+    assert took == pytest.approx(planned.seconds, rel=0.02)
+    if forms != "auto":
+        way = report_of(sheet, simulated.shape, SourceTier.HOST, history, asked).ways[forms]
+        assert (way.plan, way.planned) == (stored, planned)
+        if not way.more_recomputed:
+            assert took == pytest.approx(way.ttft, rel=0.02)
 
 
 @pytest.mark.parametrize("forms", ["kv", "hidden", "auto"])
@@ -184,6 +198,17 @@ def test_others_decode_between_the_turns_of_a_mixed_server_but_not_in_a_long_pro
         result = simulate(Setup(load, MODEL, 0, 0, policy="none", serving=serving))
         ends[mixed] = [e.time for e in result.events if (e.kind, e.session) == ("finish", 0)]
     assert ends[True] < ends[False]
+
+
+def test_a_layer_of_a_prompt_takes_at_least_its_host_work() -> None:
+    work = {
+        seconds: GpuCosts(MODEL, replace(machine(), host_work=HostWork(0, seconds)))
+        for seconds in (0, 1e-3)
+    }
+    for new in (1, 100):
+        assert work[1e-3].prefill_seconds(new, 0) == pytest.approx(40 * 1e-3)
+        assert work[0].prefill_seconds(new, 0) < 40 * 0.5e-3
+    assert work[1e-3].prefill_seconds(4000, 0) == work[0].prefill_seconds(4000, 0)
 
 
 # -- the KV pool, prefetch, output --------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
@@ -23,7 +24,7 @@ from sglang_hc.tools.simulator.engine import Serving
 from sglang_hc.tools.simulator.jobs import OVERFLOW_MODES
 from sglang_hc.tools.simulator.models import (
     MODEL_NAMES,
-    SERVER_LAYER_OVERHEAD,
+    SERVER_HOST_WORK,
     SimulatedModel,
     load_model,
 )
@@ -295,9 +296,9 @@ def _read_machine(args: argparse.Namespace) -> AnyMachine:
             flops=gpu.flops,
             memory_bandwidth=gpu.memory_bandwidth,
             link=link,
-            layer_overhead=SERVER_LAYER_OVERHEAD,
+            host_work=SERVER_HOST_WORK,
         )
-    given = {
+    given: dict[str, Any] = {
         name: number(option, text, low=1e-6) * unit
         for option, name, text, unit in (
             ("--gpu-tflops", "flops", args.gpu_tflops, 1e12),

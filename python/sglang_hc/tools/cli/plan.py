@@ -14,6 +14,7 @@ from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.layer_plan import plan_for, stored_bytes
 from sglang_hc.policy.makespan import LayerTimes, makespan
 from sglang_hc.policy.meeting import Split, best_split, from_below
+from sglang_hc.policy.restore_plan import RestorePlan, plan_restore
 from sglang_hc.policy.throughput import DEFAULT_CONTEXT as PROMPT
 from sglang_hc.tools.cli import plan_ends, throughput
 from sglang_hc.tools.cli.main import UsageError, blaming, count, number
@@ -133,12 +134,22 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to restore: its plan, seconds to restore, seconds to the first token, bytes kept."""
+    """One way to restore: its plan, seconds to restore, seconds to the first token, bytes kept.
+    planned: what the planner of a server does with it; None where the TTFT says so already."""
 
     plan: LayerPlan
     restore: float
     ttft: float
     bytes_per_token: int
+    planned: RestorePlan | None = None
+
+    @property
+    def more_recomputed(self) -> int:
+        """Layers that are stored and that the planner recomputes all the same."""
+        if self.planned is None:
+            return 0
+        layers = self.planned.recompute_layers if self.planned.tokens else self.plan.num_layers
+        return layers - self.plan.recompute
 
 
 @dataclass(frozen=True)
@@ -181,12 +192,16 @@ def report_of(
         return best_split(cost, plan, from_below(tier, context, behind))
 
     def way(plan: LayerPlan) -> Way:
-        restore, ttft = makespan(alone, plan), makespan(then_new, plan)
+        restore, ttft, planned = makespan(alone, plan), makespan(then_new, plan), None
         if plan.recompute == layers:  # history and new tokens are then one prefill
             ttft = layers * cost.prefill_layer(context + new, 0)
         elif tier is not SourceTier.HOST:
             restore, ttft = meeting(plan, 0).seconds, meeting(plan, new).seconds
-        return Way(plan, restore, ttft, stored_bytes(plan, state))
+        else:
+            planned = plan_restore(
+                cost, plan, context, context=0, new=new, allow_recompute=recompute
+            )
+        return Way(plan, restore, ttft, stored_bytes(plan, state), planned)
 
     copy_busy, compute_busy = busy(alone, chosen)
     split = None
@@ -249,6 +264,11 @@ def _tier_json(report: Report) -> dict[str, Any]:
         "restore_seconds": {name: way.restore for name, way in report.ways.items()},
         "ttft_seconds": {name: way.ttft for name, way in report.ways.items()},
         "bytes_per_token": {name: way.bytes_per_token for name, way in report.ways.items()},
+        "planner": {
+            name: {"more_recomputed": way.more_recomputed, "ttft_seconds": way.planned.seconds}
+            for name, way in report.ways.items()
+            if way.planned is not None
+        },
         "bottleneck": report.bottleneck,
         "copy_busy_seconds": report.copy_busy,
         "compute_busy_seconds": report.compute_busy,
@@ -291,6 +311,13 @@ def _tier_text(source: str, report: Report) -> list[str]:
             f"  {name:{width}}  {_seconds(way.restore):>10}  {ratio:>7}  {_seconds(way.ttft):>10}  "
             f"{way.bytes_per_token:>11,}"
         )
+    for key, name in names.items():
+        way = report.ways[key]
+        if way.planned is not None and way.more_recomputed:
+            lines.append(
+                f"  {name}: for this request the planner recomputes {way.more_recomputed} layers "
+                f"more, TTFT {_seconds(way.planned.seconds)}"
+            )
     copy, compute = "copy", "compute"
     if report.split is not None:
         copy, compute = "disk", "GPU"

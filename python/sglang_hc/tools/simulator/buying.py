@@ -67,10 +67,10 @@ def sizes(low: float, high: float) -> list[float]:
 
 
 def smallest(
-    measure: Measure, target: float, everything: float, block: float
-) -> list[tuple[float, float]]:
-    """(DRAM, SSD) in bytes of the smallest tiers whose p90 is at most `target` seconds: DRAM alone,
-    and DRAM with an SSD. With a tenth less of either the target is missed.
+    measure: Measure, target: float, everything: float, block: float, *, with_ssd: bool
+) -> tuple[float, float]:
+    """(DRAM, SSD) in bytes of the smallest tiers whose p90 is at most `target` seconds. With a
+    tenth less of either the target is missed. with_ssd: False for DRAM alone.
 
     Halving finds where the target is reached if a larger tier is never worse; it may be, where the
     disk is read instead of computing. So what was found is made smaller step by step as long as
@@ -99,7 +99,8 @@ def smallest(
             size /= LESS
         return size
 
-    alone = search(beside(0.0))
+    if not with_ssd:
+        return search(beside(0.0)), 0.0
     dram = search(beside(everything))
     ssd = search(below(dram))
     before = math.inf
@@ -107,4 +108,4 @@ def smallest(
         before = dram + ssd
         dram = shrunk(dram, beside(ssd))
         ssd = shrunk(ssd, below(dram))
-    return [(alone, 0.0), (dram, ssd)]
+    return dram, ssd

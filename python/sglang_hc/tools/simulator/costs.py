@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from sglang_hc.errors import ConfigError
-from sglang_hc.forms import BLOCK_TOKENS, StateShape
+from sglang_hc.forms import BLOCK_TOKENS, LayerPlan, StateShape
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.layer_plan import auto_plan
+from sglang_hc.policy.makespan import LayerTimes
 from sglang_hc.policy.meeting import restore_alone
 from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.restore_plan import RestorePlan, plan_restore
-from sglang_hc.tools.datasheet import Rates, modelled_costs
+from sglang_hc.tools.datasheet import HostWork, Rates, modelled_costs
 from sglang_hc.tools.model_shape import element_bytes
 from sglang_hc.tools.simulator.models import SimulatedModel
 
@@ -25,24 +26,22 @@ HOST = SourceTier.HOST
 class Machine:
     """Rates per second. flops, memory_bandwidth: of one GPU. link, disk: bytes, each way.
 
-    layer_overhead: seconds of host work per layer and decode step; None for what the model is
-    served with (`SimulatedModel.layer_overhead`).
+    host_work: None for that of the server which runs the model (`SimulatedModel.host_work`).
     """
 
     flops: float = 185e12
     memory_bandwidth: float = 1.6e12
     link: float = 26e9
     disk: float = 5e9
-    layer_overhead: float | None = None
+    host_work: HostWork | None = None
 
     def costs(self, model: SimulatedModel) -> CostModel:
         """The GPUs work as one of their summed rates."""
         memory = self.memory_bandwidth * model.gpus
         rates = Rates(self.flops * model.gpus, memory, self.link, self.disk)
-        overhead = self.layer_overhead
-        overhead = model.layer_overhead if overhead is None else overhead
+        work = model.host_work if self.host_work is None else self.host_work
         assert model.shape is not None
-        return modelled_costs(model.name, model.shape, rates, overhead)
+        return modelled_costs(model.name, model.shape, rates, work)
 
 
 ATTENTIONSTORE_MACHINE = Machine()
@@ -124,6 +123,46 @@ class Part(NamedTuple):
         return self.plan.tokens if self.plan is not None else 0
 
 
+class SettledCosts(CostModel):
+    """Costs that nothing corrects: what was asked before is remembered."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._layers: dict[tuple[int, int], float] = {}
+        self._copies: dict[tuple[object, ...], float] = {}
+        self._times: dict[tuple[object, ...], LayerTimes] = {}
+
+    def prefill_layer(self, new: int, context: int) -> float:
+        seconds = self._layers.get((new, context))
+        if seconds is None:
+            seconds = self._layers[new, context] = super().prefill_layer(new, context)
+        return seconds
+
+    def copy_stored(self, tier: SourceTier, stored: LayerPlan, tokens: int) -> float:
+        key = tier, stored.hidden, stored.kv, tokens
+        seconds = self._copies.get(key)
+        if seconds is None:
+            seconds = self._copies[key] = super().copy_stored(tier, stored, tokens)
+        return seconds
+
+    def layer_times(
+        self, tier: SourceTier, tokens: int, *, context: int = 0, new: int = 0, start: float = 0.0
+    ) -> LayerTimes:
+        if start:
+            return super().layer_times(tier, tokens, context=context, new=new, start=start)
+        key = tier, tokens, context, new
+        times = self._times.get(key)
+        if times is None:
+            times = super().layer_times(tier, tokens, context=context, new=new)
+            self._times[key] = times
+        return times
+
+
+def settled(cost: CostModel) -> SettledCosts:
+    """The same costs, and what was learned of them."""
+    return SettledCosts(**{one.name: getattr(cost, one.name) for one in fields(cost)})
+
+
 class GpuCosts(RestorePlanner):
     """Seconds of one model on one machine, by the cost model of `sglang-hc plan`, and the server's
     decisions by it."""
@@ -131,7 +170,7 @@ class GpuCosts(RestorePlanner):
     def __init__(self, model: SimulatedModel, machine: AnyMachine = ATTENTIONSTORE_MACHINE) -> None:
         """Raises ConfigError for a profile of another model."""
         self.model = model
-        self.cost = machine.costs(model)
+        self.cost = settled(machine.costs(model))
         self.plan = model.layout.plan
         self.layers = self.plan.num_layers
         super().__init__(self.cost, self.plan, True, Counter(), lambda: 0.0)

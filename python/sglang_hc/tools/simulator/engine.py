@@ -107,6 +107,8 @@ class Engine:
         self._unfinished: Prompt | None = None
         self._untold: list[Prompt] = []
         self._passed: set[int] = set()
+        self._left = sum(bool(talk.session.turns) for talk in self._talks)
+        self._filling = min(self.serving.max_batch, self._left)
         self._served = 0
         self._numbers = 0
 
@@ -188,7 +190,11 @@ class Engine:
         self._look_ahead()
         self.cache.finish(job, talk.known, talk.chain, self.now)
         self.events.append(Event(self.now, "finish", talk.index))
-        if not talk.done:
+        if talk.done:
+            if self._left >= self._filling:
+                self.measures.prefill_share = self._gpu.prefill_share
+            self._left -= 1
+        else:
             turn = talk.session.turns[talk.turn]
             self._schedule(max(self.now + turn.think, turn.at or 0.0), talk.index)
 

@@ -22,6 +22,11 @@ class GpuTime:
     decode: float = 0.0
     idle: float = 0.0
 
+    @property
+    def prefill_share(self) -> float:
+        """Of what the GPUs worked."""
+        return self.prefill / (self.prefill + self.decode) if self.prefill else 0.0
+
     def prefilled(self, seconds: float) -> None:
         self.now += seconds
         self.prefill += seconds

@@ -15,13 +15,14 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 @dataclass
 class Measures:
     """Sums over the turns after the warm-up; `output_tokens`, `served_tokens` (prompts
-    and answers) and `gpu` are of all turns.
+    and answers), `prefill_share` and `gpu` are of all turns.
 
     A token is hit when its state was in some tier at admission, whether or not restoring it was
     cheaper than recomputing it; `restored` counts those that were restored. A turn is hit when
     every full block of its prompt that was ever stored was found; a session's first turn is none.
     Times in seconds: a turn waits from its arrival to its admission (queue_wait), then for its
-    first token (service_ttft); ttft is both.
+    first token (service_ttft); ttft is both. prefill_share: of the GPUs' work until fewer
+    conversations were left than the batch holds.
     """
 
     turns: int = 0
@@ -35,6 +36,7 @@ class Measures:
     returning_turns: int = 0
     output_tokens: int = 0
     served_tokens: int = 0
+    prefill_share: float = 0.0
     ttft: list[float] = field(default_factory=list, repr=False)
     queue_wait: list[float] = field(default_factory=list, repr=False)
     service_ttft: list[float] = field(default_factory=list, repr=False)
@@ -87,6 +89,7 @@ class Measures:
             **spread("service_ttft", self.service_ttft),
             **spread("ttft", self.ttft),
             "ttft_median": spread("ttft", self.ttft)["ttft_p50"],
+            "prefill_share": self.prefill_share,
             "prefill_seconds": self.gpu.prefill,
             "decode_seconds": self.gpu.decode,
             "idle_seconds": self.gpu.idle,

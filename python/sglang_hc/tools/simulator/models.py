@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan
+from sglang_hc.tools.datasheet import HostWork
 from sglang_hc.tools.model_shape import ModelShape, read_model_config
 
 _LLAMA = {"model_type": "llama", "torch_dtype": "float16"}
@@ -71,8 +72,8 @@ _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "se
 class SimulatedModel:
     """One model in one layer plan.
 
-    shape: None where only a profile says what it costs. context: window in tokens.
-    layer_overhead: seconds of host work per layer and decode step.
+    shape: None where only a profile says what it costs. context: window in tokens. host_work: of
+    the server that runs it.
     """
 
     name: str
@@ -80,7 +81,7 @@ class SimulatedModel:
     layout: BlockLayout
     context: int
     gpus: int
-    layer_overhead: float
+    host_work: HostWork
 
     @property
     def slot_bytes(self) -> int:
@@ -92,13 +93,14 @@ class SimulatedModel:
         return self.layout.slot_bytes / BLOCK_TOKENS
 
 
-PAPER_LAYER_OVERHEAD = 0.85e-3
-"""Seconds of host work per layer and decode step of the paper's Transformers-based executor.
-
-Not in the paper. Assumed: eager launches of about 0.85 ms a layer. The simulator's benchmark
-page shows how much that matters. A server with CUDA graphs has next to none.
+PAPER_HOST_WORK = HostWork(step=0.85e-3, prompt=0.4e-3)
+"""Of the paper's executor, Transformers run eagerly. Not in the paper. Assumed: a layer of a decode
+step takes 0.85 ms, which serves 24 requests of different lengths. That of a prompt is bounded by
+the paper: 13B's prompts of 121 ms (at 185 TFLOP/s) come 85 % sooner (section 4.2), so 40 layers
+take at most 18 ms, a layer 0.45. The simulator's benchmark page shows how much this matters.
 """
-SERVER_LAYER_OVERHEAD = 20e-6
+SERVER_HOST_WORK = HostWork(20e-6, 20e-6)
+"""With CUDA graphs."""
 
 
 def load_model(
@@ -111,7 +113,7 @@ def load_model(
     config: Mapping[str, Any]
     if name_or_path in _SHIPPED:
         config, window, cards = _SHIPPED[name_or_path]
-        overhead, where = PAPER_LAYER_OVERHEAD, name_or_path
+        work, where = PAPER_HOST_WORK, name_or_path
     else:
         if not Path(name_or_path).exists():
             raise ConfigError(
@@ -120,14 +122,12 @@ def load_model(
             )
         config, where = read_model_config(name_or_path)
         window = context or _window(config, where)
-        cards, overhead = 1, SERVER_LAYER_OVERHEAD
+        cards, work = 1, SERVER_HOST_WORK
     shape = ModelShape.from_config(config, where=where)
     layout = BlockLayout(LayerPlan.parse(forms, shape.num_layers), shape.state_shape())
     if not layout.slot_bytes:
         raise ConfigError(f"forms {forms!r} stores nothing; give a plan with hidden or kv layers")
-    return SimulatedModel(
-        Path(where).name, shape, layout, context or window, gpus or cards, overhead
-    )
+    return SimulatedModel(Path(where).name, shape, layout, context or window, gpus or cards, work)
 
 
 def _window(config: Mapping[str, Any], where: str) -> int:

@@ -185,4 +185,5 @@ def _clairvoyant(
     )
     measures = replay(setup.workload, overflow, events, cache, costs, oracle)
     measures.gpu, measures.output_tokens = recorded.gpu, recorded.output_tokens
+    measures.prefill_share = recorded.prefill_share
     return measures, cache, events
