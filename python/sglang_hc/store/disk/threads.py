@@ -90,9 +90,9 @@ class DiskThreads:
     def hangs(self) -> bool:
         return not self._store.in_use()
 
-    def changes(self) -> Mapping[bytes, bool]:
+    def changes(self, *, anew: bool = False) -> Mapping[bytes, bool]:
         here = self._store.contains
-        return {name: bool(here([name])) for name in self._store.take_changes()}
+        return {name: bool(here([name])) for name in self._store.take_changes(anew=anew)}
 
     def look_up(self, ticket: int, block_ids: Sequence[bytes], deadline: float) -> None:
         """As in `LocalBlockIo`. While one takes too long nothing else is looked up."""

@@ -1,0 +1,195 @@
+"""The tiers' machine with a disk below, whose KV events somebody mirrors."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from sglang_hc.tiers.ledger import Cleared, Ledger, Medium, Page, Paged, Removed, Said, Stored
+from sglang_hc.tiers.residence import Anew, Came, Named, Note, Residence
+from sglang_hc.tree.identity import TOKEN_BYTES, unpack_tokens
+from support.disk_machine import DiskMachine
+
+PAGE = 16
+SEEN: Counter[str] = Counter()
+"""Over all runs: what was said, and what happened to it."""
+
+
+class ToyPaging:
+    """Pages named by a hash of their path; those of different namespaces have the same names."""
+
+    def pages(self, namespace: str | None, above: Paged | None, tokens: bytes) -> Paged:
+        chain, pages, size = (above.chain if above else b""), [], PAGE * TOKEN_BYTES
+        parent = _name(chain) if chain else None
+        for end in range(size, len(tokens) + 1, size):
+            own = tokens[end - size : end]
+            chain = hashlib.blake2b(chain + own, digest_size=8).digest()
+            pages.append(Page(_name(chain), parent, tuple(unpack_tokens(own).tolist())))
+            parent = _name(chain)
+        return Paged(tuple(pages), chain)
+
+
+def _name(chain: bytes) -> int:
+    return int.from_bytes(chain, "big")
+
+
+class Mirror:
+    """What somebody knows who was told everything."""
+
+    def __init__(self) -> None:
+        self.held: dict[Medium, set[int]] = {medium: set() for medium in Medium}
+
+    def take(self, said: Iterable[Said]) -> None:
+        for one in said:
+            SEEN[type(one).__name__] += 1
+            if isinstance(one, Stored):
+                assert all(
+                    b.parent == a.hash for a, b in zip(one.pages, one.pages[1:], strict=False)
+                )
+                self.held[one.medium] |= {page.hash for page in one.pages}
+            elif isinstance(one, Removed):
+                assert set(one.hashes) <= self.held[one.medium], "it was never there"
+                self.held[one.medium] -= set(one.hashes)
+            else:
+                for pages in self.held.values():
+                    pages.clear()
+
+
+class EventMachine(DiskMachine):
+    """Notes reach the ledger late or never, and tokens of blocks on disk are found late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[bytes, Named] = {}
+        self.notes: list[Note | Said] = []
+        self.owes = True
+        """A batch was lost: everything has to be told anew."""
+        self.asked: list[bytes] = []
+        self.device: Counter[int] = Counter()
+        self.paging, self.mirror = ToyPaging(), Mirror()
+        self.ledger = Ledger(self.paging)
+        self.tiers.residence = Residence(self.tiers.host, self.tiers.disk, self.tell)
+
+    def tell(self, note: Note | Said) -> None:
+        if isinstance(note, Came):
+            self.known[note.block.block_id] = note.block
+        self.notes.append(note)
+
+    @rule()
+    def deliver(self) -> None:
+        """What was told reaches the ledger, and what it says reaches the mirror."""
+        if self.owes:
+            self.notes, self.owes = [Anew()], False
+            for name, count in self.device.items():
+                self.notes += [Stored(Medium.DEVICE, [Page(name, None, ())])] * count
+            self.tiers.residence.tell_all()
+        notes, self.notes = self.notes, []
+        for note in notes:
+            self.mirror.take(self.ledger.apply(note))
+        self.asked += self.ledger.take_asked()
+
+    @rule(count=st.integers(1, 9))
+    def find_tokens(self, count: int) -> None:
+        """Of some blocks that were asked for; of one that has left, too late."""
+        now, self.asked = self.asked[:count], self.asked[count:]
+        for block_id in now:
+            block = self.io.written[block_id]
+            parent = block.parent_id if block.position else None
+            named = Named(block_id, parent, block.namespace or None, block.tokens)
+            SEEN["found"] += 1
+            self.mirror.take(self.ledger.named(named))
+
+    @rule()
+    def lose_batch(self) -> None:
+        SEEN["lost batches"] += bool(self.notes)
+        self.notes, self.owes = [], True
+
+    @rule(
+        names=st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True), more=st.booleans()
+    )
+    def device_changes(self, names: list[int], more: bool) -> None:
+        """Pages of the device, of which several namespaces may have the same."""
+        for name in names:
+            if more:
+                self.device[name] += 1
+                self.notes.append(Stored(Medium.DEVICE, [Page(name, None, ())]))
+            elif self.device[name]:
+                self.device[name] -= 1
+                self.notes.append(Removed(Medium.DEVICE, [name]))
+
+    @precondition(lambda self: not self.running)
+    @rule()
+    def device_is_cleared(self) -> None:
+        self.device.clear()
+        self.notes.append(Cleared())
+
+    @precondition(lambda self: self.io.held())
+    @rule(which=st.integers(0, 99))
+    def evict_on_disk(self, which: int) -> None:
+        """Of any place in a path."""
+        names = sorted(self.io.held())
+        self.io.evict(names[which % len(names)])
+
+    @precondition(lambda self: self.tiers.host.published_blocks)
+    @rule(count=st.integers(1, 9))
+    def evict_in_memory(self, count: int) -> None:
+        self.tiers.host.evict(count, 0.0)
+
+    @rule()
+    def quiet(self) -> None:
+        """Nothing changes for a while: the mirror is what there is."""
+        self.tiers.poll()
+        self.deliver()
+        while self.asked:
+            self.find_tokens(99)
+        self.compare(self.mirror)
+        assert self.ledger.held() == self.mirror.held
+        again = Mirror()
+        again.take(self.ledger.everything())
+        assert again.held == self.mirror.held
+
+    @rule()
+    def restart(self) -> None:
+        """Somebody who has never heard of this server, and one that knows what its disk holds."""
+        self.quiet()
+        self.lose_batch()
+        self.forget_memory() if not self.running else None
+        self.quiet()
+
+    def compare(self, mirror: Mirror) -> None:
+        held = {name for name in self.io.held() if self.io.up}
+        in_memory = {node.block_id for node in self.tiers.host.tree.nodes()}
+        assert mirror.held[Medium.DEVICE] == {name for name, count in self.device.items() if count}
+        assert mirror.held[Medium.HOST] == self.hashes(in_memory)
+        there = held | in_memory
+        reachable = {name for name in held if set(self.path(name)) <= there}
+        assert self.hashes(reachable) <= mirror.held[Medium.DISK] <= self.hashes(held)
+        SEEN["pages"] += sum(map(len, mirror.held.values()))
+
+    def path(self, block_id: bytes) -> list[bytes]:
+        """The block and all before it."""
+        found = []
+        name: bytes | None = block_id
+        while name is not None:
+            found.append(name)
+            name = self.known[name].parent_id
+        return found[::-1]
+
+    def hashes(self, block_ids: Iterable[bytes]) -> set[int]:
+        """Of their pages."""
+        found: set[int] = set()
+        for block_id in block_ids:
+            paged = None
+            for name in self.path(block_id):
+                block = self.known[name]
+                paged = self.paging.pages(block.namespace, paged, block.tokens)
+            found |= {page.hash for page in paged.pages}
+        return found
+
+    def teardown(self) -> None:
+        self.quiet()
+        super().teardown()
