@@ -79,6 +79,9 @@ class LowerTier:
         self._usable = True
         self.coming = Promotions(host)
         self.ends: EndsBelow | None = None
+        self.named: Callable[[bytes], Block | None] = lambda block_id: None
+        """What a store says of one of its blocks, for any thread but the scheduler's: it reads.
+        Set by whoever has stores that say it."""
         self._tickets = itertools.count(1)
         self._reads: dict[int, tuple[Promotion, SourceTier]] = {}
         self._writes: dict[int, BlockNode] = {}

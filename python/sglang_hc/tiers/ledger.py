@@ -54,7 +54,7 @@ class Page(NamedTuple):
 
 
 class Paged(NamedTuple):
-    """A block as pages. chain: what the hashes of pages behind it begin with."""
+    """A block as pages. chain: what the hashes of pages behind it begin with; empty for nothing."""
 
     pages: tuple[Page, ...]
     chain: bytes
@@ -69,10 +69,11 @@ class Paging(Protocol):
 
 
 class Stored(NamedTuple):
-    """One behind the other, each continues the one before."""
+    """One behind the other, each continues the one before. session: that they were stored for."""
 
     medium: Medium
     pages: Sequence[Page]
+    session: str | None = None
 
 
 class Removed(NamedTuple):
@@ -126,8 +127,8 @@ class Ledger:
                 yield from self._arrived(MEDIA[tier], block_id)
             case Change(tier, block_id):
                 yield from self._left(MEDIA[tier], block_id)
-            case Stored(medium, pages):
-                yield from self._hold(medium, pages)
+            case Stored(medium, pages, session):
+                yield from self._hold(medium, pages, session)
             case Removed(medium, hashes):
                 yield from self._release(medium, hashes)
             case Cleared():
@@ -225,12 +226,14 @@ class Ledger:
             if not siblings:
                 del self._children[one.parent_id]
 
-    def _hold(self, medium: Medium, pages: Sequence[Page]) -> Iterator[Stored]:
+    def _hold(
+        self, medium: Medium, pages: Sequence[Page], session: str | None = None
+    ) -> Iterator[Stored]:
         held = self._held[medium]
         for page in pages:
             held.setdefault(page.hash, _Held(page)).count += 1
         if pages:
-            yield Stored(medium, pages)
+            yield Stored(medium, pages, session)
 
     def _release(self, medium: Medium, hashes: Iterable[int]) -> Iterator[Removed]:
         held, gone = self._held[medium], []

@@ -69,6 +69,8 @@ def complete(self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
         named = (Namespace() if key is None else Namespace.of_key(key))._replace(salt=salt)
     adapter = None if lora is None else _digest_of(self.tp_worker.model_runner, lora)
     fields.set_namespace(req, named._replace(adapter=adapter).pack())
+    if adapter is not None:
+        self.kv_event_lora_names.register(req)  # what KV events call this namespace's adapter
     keeps_state(req)  # while the request still has its inputs
 
 

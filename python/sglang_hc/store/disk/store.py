@@ -29,7 +29,7 @@ from sglang_hc.store.disk.backend import DirectBackend
 from sglang_hc.store.disk.directory import Directory, DirectoryLost, DirectorySpec, steady_time
 from sglang_hc.store.disk.erasing import Erased
 from sglang_hc.store.disk.eviction import Evictor
-from sglang_hc.store.disk.format import BlockHeader, StoredModel
+from sglang_hc.store.disk.format import StoredModel
 from sglang_hc.store.disk.maintenance import Maintenance, Upkeep
 from sglang_hc.store.disk.opening import open_directory
 from sglang_hc.store.disk.reader import BlockReader
@@ -188,10 +188,11 @@ class DiskStore:
         """Directories that other servers have open too, and that may be asked now."""
         return [one for one in self.in_use() if not one.membership.alone]
 
-    def header(self, block_id: bytes) -> BlockHeader | None:
-        """What a block says of itself; None where it is not here, or is not what it should be."""
+    def named(self, block_id: bytes) -> Block | None:
+        """What a block says of itself; None where it is not here, or is not what it should be.
+        Reads its first page alone."""
         directory = self.directory_of(block_id)
-        return None if directory is None else self._readers[directory].header(block_id)
+        return None if directory is None else self._readers[directory].named(block_id)
 
     def find(self, block_id: bytes) -> bool:
         """Whether another server has stored a block that is not known here. Asks the disk."""

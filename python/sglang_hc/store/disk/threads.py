@@ -70,6 +70,7 @@ class DiskThreads:
         self._pool = pool
         self.capacity = store.capacity
         self.contains, self.touch, self.expect = store.contains, store.touch, store.expect
+        self.named = store.named
         self.counts = counts
         self._counted: Counter[str] = Counter()
         self._done: deque[BlockDone] = deque()
