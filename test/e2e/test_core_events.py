@@ -58,3 +58,87 @@ def test_of_the_device_they_are_sglangs_own(
     (mine,), (theirs,) = ours[3], plain[3]
     assert mine["block_hashes"] != ours[0][0]["block_hashes"]
     assert mine | {"block_hashes": theirs["block_hashes"]} == theirs
+
+
+def engine(ports: Ports, *flags: str) -> Core:
+    return Core("--hc-forms", "kv", "--page-size", "16", *ports.flags, *SMALL, *flags, model=MODEL)
+
+
+def life_of_a_server(folder: str) -> dict[str, set[int]]:
+    """A mirror of it agrees at every quiet point. Returns what it leaves on its disk."""
+    ports = Ports(buffer_steps=3)
+    core = engine(ports, *on_disk(folder))
+    reader = Subscriber(ports)
+    first = core.ask(PROMPT, 60).tokens
+    settled(core, reader)
+    assert all(reader.held[medium] for medium in ("GPU", "CPU_PINNED", "DISK"))
+
+    core.forget()  # the device
+    settled(core, reader)
+    assert not reader.held["GPU"] and reader.held["CPU_PINNED"] and not reader.lost_from_device
+
+    assert core.ask([*PROMPT, *first, *prompt(8, 70)], 40).cached
+    core.tree.tiers.host.evict(1, 0.0)
+    settled(core, reader)
+    for seed in range(20, 24):
+        core.ask(prompt(seed, 150), 4)
+    settled(core, reader)
+    assert reader.events["BlockRemoved"] and not reader.lost_from_device
+
+    assert core.scheduler.flush_cache()
+    settled(core, reader)
+    assert reader.held["DISK"] and not reader.held["CPU_PINNED"] and not reader.held["GPU"]
+    newcomer_learns_everything(core, ports)
+    nobody_waits_for_a_publisher_that_hangs(core, reader)
+    return truth(core)
+
+
+def newcomer_learns_everything(core: Core, ports: Ports) -> None:
+    """SGLang remembers three batches for replays; who asks for more gets all that there is."""
+    newcomer = Subscriber(ports)
+    newcomer.catch_up()
+    settled(core, newcomer)
+    assert newcomer.events["AllBlocksCleared"] and any(newcomer.held.values())
+    newcomer.close()
+
+
+def nobody_waits_for_a_publisher_that_hangs(core: Core, reader: Subscriber) -> None:
+    """A batch that finds no room is dropped, and all that there is follows when there is room."""
+    announcer, gate = core.tree.events._announcer, threading.Event()
+    publisher = announcer.publisher
+
+    class Hangs:
+        def publish(self, batch: Any) -> None:
+            gate.wait()
+            publisher.publish(batch)
+
+    announcer.publisher = Hangs()
+    announcer._queue.maxsize = 2
+    for seed in range(40, 45):
+        core.ask(prompt(seed, 150), 4)
+        publish(core)
+    assert core.tree.stats()["kv_event_batches_dropped"]
+    before = reader.events["AllBlocksCleared"]
+    gate.set()
+    settled(core, reader)
+    assert reader.events["AllBlocksCleared"] > before
+    announcer.publisher = publisher
+
+
+def another_start(folder: str) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
+    """What a mirror knows before the first request, and what there is."""
+    ports = Ports()
+    core = engine(ports, *on_disk(folder))
+    reader = Subscriber(ports)
+    reader.catch_up()
+    settled(core, reader)
+    return reader.held, truth(core)
+
+
+def test_a_mirror_agrees_with_the_server_and_with_the_next_one(
+    models: None, tmp_path: Path
+) -> None:
+    left = run_in_child(life_of_a_server, str(tmp_path / "d"))
+    mirror, there = run_in_child(another_start, str(tmp_path / "d"))
+    assert mirror == there and mirror["DISK"] == left["DISK"] != set()
+    assert TIERS[1] == "DISK" and not mirror["CPU_PINNED"]
