@@ -36,12 +36,10 @@ def test_the_replica_that_holds_a_conversation_gets_it(models: None, tmp_path: P
     flags = "--dp-size", "2", "--page-size", str(PAGE), "--hc-host-size-gb", "0.4", *ports.flags
     with start(tmp_path / "log", *flags) as server, Router(tmp_path / "router") as router:
         for replica in (0, 1):
-            events = f"tcp://127.0.0.1:{ports.events + replica}"
-            replays = f"tcp://127.0.0.1:{ports.replays + replica}"
-            nobody = f"tcp://127.0.0.1:{silent.events + replica}"
+            events, replays = ports.address(replica), ports.replay_address(replica)
             router.register("tiers", replica, events, replays, PAGE)
-            router.register("device", replica, DeviceOnly(ports, replica).address, nobody, PAGE)
-            router.register("off", replica, nobody, nobody, PAGE)
+            router.register("device", replica, DeviceOnly(ports, replica).address, None, PAGE)
+            router.register("off", replica, silent.address(replica), None, PAGE)
         histories = talk(server)
         until(lambda: is_known(router, histories), pause=0.1)
         homes = [number % 2 for number in range(TALKS)]

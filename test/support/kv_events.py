@@ -28,6 +28,12 @@ class Ports:
         self.events, self.replays = free_port(), free_port()
         self._config = config
 
+    def address(self, rank: int = 0) -> str:
+        return f"tcp://127.0.0.1:{self.events + rank}"
+
+    def replay_address(self, rank: int = 0) -> str:
+        return f"tcp://127.0.0.1:{self.replays + rank}"
+
     @property
     def flags(self) -> tuple[str, str]:
         config = {
@@ -49,9 +55,9 @@ class Subscriber:
         self.lost_from_device: set[int] = set()
         self.replays = 0
         self._next = 0
-        self._replays = f"tcp://127.0.0.1:{ports.replays + rank}"
+        self._replays = ports.replay_address(rank)
         self._socket = zmq.Context.instance().socket(zmq.SUB)
-        self._socket.connect(f"tcp://127.0.0.1:{ports.events + rank}")
+        self._socket.connect(ports.address(rank))
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
 
     def read(self) -> None:

@@ -50,7 +50,9 @@ class Router:
     def __exit__(self, *_: object) -> None:
         processes.end(self._process, 2.0)
 
-    def register(self, group: str, replica: int, events: str, replays: str, page: int) -> None:
+    def register(
+        self, group: str, replica: int, events: str, replays: str | None, page: int
+    ) -> None:
         """events, replays: addresses of the replica's publisher."""
         worker = {
             "worker_id": self._number(group, replica), "routing_group": group, "block_size": page,
@@ -98,7 +100,7 @@ class DeviceOnly(threading.Thread):
         context, port = zmq.Context.instance(), free_port()
         self.address = f"tcp://127.0.0.1:{port}"
         self._from, self._to = context.socket(zmq.SUB), context.socket(zmq.PUB)
-        self._from.connect(f"tcp://127.0.0.1:{ports.events + replica}")
+        self._from.connect(ports.address(replica))
         self._from.setsockopt(zmq.SUBSCRIBE, b"")
         self._to.bind(self.address)
         self.start()

@@ -37,6 +37,7 @@ from sglang_hc.tree.namespaces import Namespace
 from support.disk_store import store_of
 from support.kv_events import Ports, Subscriber, settled
 from support.prompts import prompt
+from support.router import Router, needs_router
 from support.waiting import until
 
 PAGE = 16
@@ -249,3 +250,34 @@ def test_a_restarted_server_announces_what_its_disk_holds(tmp_path: Path) -> Non
     assert not second.reader.held["DISK"]
     first.close()
     second.close()
+
+
+@pytest.mark.slow
+def test_a_published_router_follows_a_prefix_through_the_tiers(tmp_path: Path) -> None:
+    """Of two replicas it chooses the one that has it, in whichever tier; in the nearest it counts
+    most."""
+    needs_router()
+    worlds = [World(tmp_path / str(number)) for number in (0, 1)]
+    tokens = prompt(1, 128)
+    with Router(tmp_path / "log") as router:
+        for number, world in enumerate(worlds):
+            router.register(
+                "tiers", number, world.ports.address(), world.ports.replay_address(), PAGE
+            )
+        worlds[1].say(tokens)
+
+        def found(tier: str, blocks: int) -> None:
+            worlds[1].agree()
+            until(lambda: router.known("tiers", tokens)[1][tier] == blocks, pause=0.02)
+            assert router.choose("tiers", tokens) == 1
+
+        found("device_blocks", 8)
+        worlds[1].tree.evict(EvictParams(num_tokens=1000))
+        found("device_blocks", 0)
+        found("host_pinned_extension_blocks", 8)
+        worlds[1].tiers.host.evict(60, 0.0)
+        found("host_pinned_extension_blocks", 0)
+        found("disk_extension_blocks", 8)
+        assert router.known("tiers", tokens)[0]["disk_blocks"] == 0
+    for world in worlds:
+        world.close()
