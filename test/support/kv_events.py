@@ -106,18 +106,22 @@ class Subscriber:
         self._socket.close(0)
 
 
-def publish(core: Any) -> None:
-    """Let a core announce all that it has noted."""
-    core.tree.tiers.poll()
+def publish(core: Any, *, poll: bool = True) -> None:
+    """Let a core announce all that it has noted. poll: take in completions before, which several
+    ranks do in their passes alone."""
+    if poll:
+        core.tree.tiers.poll()
     core.scheduler.kv_events_publisher.publish_kv_events()
 
 
-def settled(core: Any, subscriber: Subscriber) -> None:
-    """Wait until a subscriber knows what a core holds; fails where it never does."""
-    core.settle()
+def settled(core: Any, subscriber: Subscriber, *, poll: bool = True) -> None:
+    """Wait until a subscriber knows what a core holds; fails where it never does. poll: see
+    `publish`; without it the core has settled before."""
+    if poll:
+        core.settle()
 
     def agree() -> bool:
-        publish(core)
+        publish(core, poll=poll)
         subscriber.read()
         return subscriber.held == truth(core)
 
