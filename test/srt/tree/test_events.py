@@ -7,6 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,9 +47,9 @@ PAGE = 16
 class World:
     """A tree whose events somebody reads."""
 
-    def __init__(self, disk: object = None, **config: Any) -> None:
-        """disk: a directory below host memory; None for none."""
-        self.ports, self.counters = Ports(**config), Counter[str]()
+    def __init__(self, disk: object = None, ports: Ports | None = None, **config: Any) -> None:
+        """disk: a directory below host memory; None for none. ports: of a server that has ended."""
+        self.ports, self.counters = ports or Ports(**config), Counter[str]()
         self.publisher = EventPublisherFactory.create(self.ports.flags[1])
         self.adapters = KvEventLoraNames()
         params = replace(
@@ -212,6 +213,29 @@ def test_namespaces_are_called_as_sglang_calls_them(form: str) -> None:
         assert mine == wanted
         seen.clear()
     world.close()
+
+
+def test_a_restart_is_a_gap_for_those_who_listen_on(tmp_path: Path) -> None:
+    first = World(tmp_path)
+    first.say(prompt(1, 200))
+    first.agree()
+    reader, before = first.reader, first.reader.replays
+    left = reader.held["DISK"].copy()
+    first.publisher.shutdown()
+    second, seeds = World(tmp_path, first.ports), count(2)
+
+    def go_on() -> None:
+        """Until the listener is connected again."""
+        second.say(prompt(next(seeds), 64))
+        read_on(second)
+        reader.read()
+
+    until(lambda: reader.replays > before, go_on, pause=0.05)
+    settled(second, reader)
+    assert left <= reader.held["DISK"] and not left & reader.held["CPU_PINNED"]
+    first.tiers.disk.close()
+    second.close()
+    reader.close()
 
 
 def stored_on_device(events: list[Any]) -> list[Any]:

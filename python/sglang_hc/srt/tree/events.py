@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from typing import Any, NamedTuple
 
 from sglang.srt.disaggregation.kv_events import (
@@ -245,7 +246,7 @@ class Events:
         parents first; looked at where all has to be told."""
         announcer = self._announcer
         if announcer.publisher is None:
-            _watch_replays(publisher, announcer.tell_all)
+            _go_on_after_restarts(publisher, announcer.tell_all)
             announcer.publisher = publisher
         notes = self.recorder.take()
         if self._owes and not announcer.is_full:
@@ -324,14 +325,15 @@ def _batches(events: Iterable[Any]) -> Iterator[list[Any]]:
 class _WatchedReplays:
     """The socket of SGLang's publisher for replays. Says when more is asked for than it has."""
 
-    def __init__(self, publisher: Any, on_too_old: Callable[[], object]) -> None:
+    def __init__(self, publisher: Any, first: int, on_too_old: Callable[[], object]) -> None:
+        """first: number of the first batch of all."""
         self._socket, self._buffer = publisher._replay, publisher._buffer
-        self._on_too_old = on_too_old
+        self._first, self._on_too_old = first, on_too_old
 
     def recv_multipart(self, *args: Any, **kwargs: Any) -> Any:
         frames = self._socket.recv_multipart(*args, **kwargs)
-        first = int.from_bytes(frames[-1], "big")
-        if self._buffer and first < self._buffer[0][0]:
+        asked = max(self._first, int.from_bytes(frames[-1], "big"))
+        if self._buffer and asked < self._buffer[0][0]:
             self._on_too_old()
         return frames
 
@@ -339,6 +341,12 @@ class _WatchedReplays:
         return getattr(self._socket, name)
 
 
-def _watch_replays(publisher: Any, on_too_old: Callable[[], object]) -> None:
-    if getattr(publisher, "_replay", None) is not None:
-        publisher._replay = _WatchedReplays(publisher, on_too_old)
+def _go_on_after_restarts(publisher: Any, on_too_old: Callable[[], object]) -> None:
+    """Make a restart of the server a gap for those who listen on: batches are numbered from the
+    milliseconds since 1970 on, where SGLang begins with 0 again and would be taken for old. Before
+    the first batch. publisher: SGLang's, of its kind `zmq`; no other has numbers."""
+    if hasattr(publisher, "_seq_gen"):
+        first = time.time_ns() // 1_000_000
+        publisher._seq_gen = count(first)
+        if publisher._replay is not None:
+            publisher._replay = _WatchedReplays(publisher, first, on_too_old)
