@@ -14,5 +14,5 @@ TestEvents = EventMachine.TestCase
 
 def test_something_was_said_of_each_kind() -> None:
     """Runs last: a mirror of nothing is always right."""
-    kinds = ("Stored", "Removed", "Cleared", "found", "lost batches", "pages")
+    kinds = ("Stored", "Removed", "Cleared", "found", "lost batches", "DISK")
     assert all(SEEN[kind] for kind in kinds), SEEN

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
@@ -59,13 +60,14 @@ class Mirror:
                     pages.clear()
 
 
-class EventMachine(DiskMachine):
-    """Notes reach the ledger late or never, and tokens of blocks on disk are found late."""
+class Mirrored(DiskMachine):
+    """A machine whose KV events somebody mirrors; notes reach the ledger when `deliver` is called,
+    tokens of blocks below when `find` is."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.known: dict[bytes, Named] = {}
-        self.notes: list[Note | Said] = []
+        self.told: list[Note | Said] = []
         self.owes = True
         """A batch was lost: everything has to be told anew."""
         self.asked: list[bytes] = []
@@ -77,98 +79,57 @@ class EventMachine(DiskMachine):
     def tell(self, note: Note | Said) -> None:
         if isinstance(note, Came):
             self.known[note.block.block_id] = note.block
-        self.notes.append(note)
+        self.told.append(note)
 
-    @rule()
-    def deliver(self) -> None:
+    def hand_over(self) -> None:
         """What was told reaches the ledger, and what it says reaches the mirror."""
         if self.owes:
-            self.notes, self.owes = [Anew()], False
+            self.told, self.owes = [Anew()], False
             for name, count in self.device.items():
-                self.notes += [Stored(Medium.DEVICE, [Page(name, None, ())])] * count
+                self.told += [Stored(Medium.DEVICE, [Page(name, None, ())])] * count
             self.tiers.residence.tell_all()
-        notes, self.notes = self.notes, []
+        notes, self.told = self.told, []
         for note in notes:
             self.mirror.take(self.ledger.apply(note))
         self.asked += self.ledger.take_asked()
 
-    @rule(count=st.integers(1, 9))
-    def find_tokens(self, count: int) -> None:
-        """Of some blocks that were asked for; of one that has left, too late."""
-        now, self.asked = self.asked[:count], self.asked[count:]
-        for block_id in now:
-            block = self.io.written[block_id]
-            parent = block.parent_id if block.position else None
-            named = Named(block_id, parent, block.namespace or None, block.tokens)
-            SEEN["found"] += 1
-            self.mirror.take(self.ledger.named(named))
+    def find(self, count: int) -> None:
+        """Tokens of some blocks that were asked for, children first; of one that has left, too
+        late."""
+        now, self.asked = self.asked[-count:], self.asked[:-count]
+        for block_id in reversed(now):
+            block = self.known.get(block_id)  # as its file says
+            if block is not None and block_id in self.io.written:
+                SEEN["found"] += 1
+                self.mirror.take(self.ledger.named(block))
 
-    @rule()
-    def lose_batch(self) -> None:
-        SEEN["lost batches"] += bool(self.notes)
-        self.notes, self.owes = [], True
-
-    @rule(
-        names=st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True), more=st.booleans()
-    )
-    def device_changes(self, names: list[int], more: bool) -> None:
-        """Pages of the device, of which several namespaces may have the same."""
-        for name in names:
-            if more:
-                self.device[name] += 1
-                self.notes.append(Stored(Medium.DEVICE, [Page(name, None, ())]))
-            elif self.device[name]:
-                self.device[name] -= 1
-                self.notes.append(Removed(Medium.DEVICE, [name]))
-
-    @precondition(lambda self: not self.running)
-    @rule()
-    def device_is_cleared(self) -> None:
-        self.device.clear()
-        self.notes.append(Cleared())
-
-    @precondition(lambda self: self.io.held())
-    @rule(which=st.integers(0, 99))
-    def evict_on_disk(self, which: int) -> None:
-        """Of any place in a path."""
-        names = sorted(self.io.held())
-        self.io.evict(names[which % len(names)])
-
-    @precondition(lambda self: self.tiers.host.published_blocks)
-    @rule(count=st.integers(1, 9))
-    def evict_in_memory(self, count: int) -> None:
-        self.tiers.host.evict(count, 0.0)
-
-    @rule()
-    def quiet(self) -> None:
+    def agree(self) -> None:
         """Nothing changes for a while: the mirror is what there is."""
-        self.tiers.poll()
-        self.deliver()
+        self.hand_over()
         while self.asked:
-            self.find_tokens(99)
-        self.compare(self.mirror)
+            self.find(99)
+        self.compare()
         assert self.ledger.held() == self.mirror.held
         again = Mirror()
         again.take(self.ledger.everything())
         assert again.held == self.mirror.held
 
-    @rule()
-    def restart(self) -> None:
-        """Somebody who has never heard of this server, and one that knows what its disk holds."""
-        self.quiet()
-        self.lose_batch()
-        self.forget_memory() if not self.running else None
-        self.quiet()
+    def below(self) -> dict[Medium, set[bytes]]:
+        """Identities of the blocks below host memory."""
+        return {Medium.DISK: self.io.held() if self.io.up else set()}
 
-    def compare(self, mirror: Mirror) -> None:
-        held = {name for name in self.io.held() if self.io.up}
+    def compare(self) -> None:
+        held = self.mirror.held
         in_memory = {node.block_id for node in self.tiers.host.tree.nodes()}
-        assert mirror.held[Medium.DEVICE] == {name for name, count in self.device.items() if count}
-        assert mirror.held[Medium.HOST] == self.hashes(in_memory)
-        there = held | in_memory
-        reachable = {name for name in held if set(self.path(name)) <= there}
-        assert self.hashes(reachable) <= mirror.held[Medium.DISK] <= self.hashes(held)
-        SEEN["pages"] += sum(map(len, mirror.held.values()))
+        assert held[Medium.DEVICE] == {name for name, count in self.device.items() if count}
+        assert held[Medium.HOST] == self.hashes(in_memory)
+        below = self.below()
+        there = in_memory.union(*below.values())
+        for medium, names in below.items():
+            found = {name for name in names if name in self.io.written}
+            reachable = {name for name in found if set(self.path(name)) <= there}
+            assert self.hashes(reachable) <= held[medium] <= self.hashes(names)
+            SEEN[medium.value] += len(held[medium])
 
     def path(self, block_id: bytes) -> list[bytes]:
         """The block and all before it."""
@@ -189,6 +150,70 @@ class EventMachine(DiskMachine):
                 paged = self.paging.pages(block.namespace, paged, block.tokens)
             found |= {page.hash for page in paged.pages}
         return found
+
+
+class EventMachine(Mirrored):
+    """Notes reach the ledger late or never, and tokens of blocks on disk are found late."""
+
+    @rule()
+    def deliver(self) -> None:
+        self.hand_over()
+
+    @rule(count=st.integers(1, 9))
+    def find_tokens(self, count: int) -> None:
+        self.find(count)
+
+    @rule()
+    def lose_batch(self) -> None:
+        SEEN["lost batches"] += bool(self.told)
+        self.told, self.owes = [], True
+
+    @rule(
+        names=st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True), more=st.booleans()
+    )
+    def device_changes(self, names: list[int], more: bool) -> None:
+        """Pages of the device, of which several namespaces may have the same."""
+        for name in names:
+            if more:
+                self.device[name] += 1
+                self.told.append(Stored(Medium.DEVICE, [Page(name, None, ())]))
+            elif self.device[name]:
+                self.device[name] -= 1
+                self.told.append(Removed(Medium.DEVICE, [name]))
+
+    @precondition(lambda self: not self.running)
+    @rule()
+    def device_is_cleared(self) -> None:
+        self.device.clear()
+        self.told.append(Cleared())
+
+    @precondition(lambda self: self.io.held())
+    @rule(which=st.integers(0, 99))
+    def evict_on_disk(self, which: int) -> None:
+        """Of any place in a path."""
+        names = sorted(self.io.held())
+        self.io.evict(names[which % len(names)])
+
+    @precondition(lambda self: self.tiers.host.published_blocks)
+    @rule(count=st.integers(1, 9))
+    def evict_in_memory(self, count: int) -> None:
+        self.tiers.host.evict(count, 0.0)
+
+    @rule()
+    def quiet(self) -> None:
+        self.tiers.poll()
+        self.agree()
+
+    @precondition(lambda self: not self.running)
+    @rule()
+    def restart(self) -> None:
+        """The next server has nothing in memory, and has told nobody anything."""
+        self.quiet()
+        self.forget_memory()
+        self.ledger = Ledger(self.paging)
+        self.asked = []
+        self.lose_batch()
+        self.quiet()
 
     def teardown(self) -> None:
         self.quiet()
