@@ -108,7 +108,7 @@ COUNTS = {
     "refused_requests": "Requests that the scheduler answered with status 400 for what they held.",
     "ignored_fields": "Fields of requests that the scheduler left out because they were not right.",
     "kv_event_batches_dropped": "Batches of KV events that found no room; all is told anew then.",
-    "kv_event_snapshots": "Times that all was told anew in KV events because a replay asked for more.",
+    "kv_event_snapshots": "Times that KV events told all anew because a replay asked for more.",
     "kv_event_errors": "Batches of KV events lost by an error of sglang-hc itself. See the log.",
     "disk_saved_blocks": "Blocks written to disk.",
     "disk_loaded_blocks": "Blocks read from disk.",

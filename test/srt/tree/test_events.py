@@ -166,6 +166,18 @@ def test_nobody_waits_for_a_publisher_that_hangs(world: World) -> None:
     assert world.reader.events["AllBlocksCleared"] > 1
 
 
+def test_after_an_error_all_is_told_anew(world: World) -> None:
+    world.say(prompt(1, 100))
+    world.agree()
+    announcer = world.tree.events._announcer
+    announcer.publisher = SimpleNamespace()
+    world.say(prompt(2, 100))
+    until(lambda: world.counters["kv_event_errors"], world.tree.take_events)
+    announcer.publisher = world.publisher
+    world.agree()
+    assert world.reader.events["AllBlocksCleared"] > 1
+
+
 def test_what_is_forgotten_while_it_is_in_use_is_told_gone(world: World) -> None:
     name = Namespace(key="k").pack()
     world.say(prompt(1, 128), name)

@@ -53,7 +53,6 @@ READING_SHARE = 0.25
 CLIPPED_BYTES = LABEL_MAX - 4
 """A label that is longer may have been cut off, so nobody knows whose the block is."""
 
-
 COUNTS = ("kv_event_batches_dropped", "kv_event_errors", "kv_event_snapshots")
 
 
@@ -126,13 +125,14 @@ class Recorder:
 
 class Announcer:
     """Makes events of notes on a thread of its own. publisher: SGLang's, set before the first
-    offer."""
+    offer. failed: an error of ours lost notes."""
 
     def __init__(
         self, names: EventNames, named: Callable[[bytes], Block | None], counters: Counter[str]
     ) -> None:
         """named: what a store says of one of its blocks; it reads. counters: get what happened."""
         self.publisher: Any = None
+        self.failed = False
         self._names, self._named, self._counters = names, named, counters
         self._ledger = Ledger(names)
         self._queue: queue.Queue[list[_Told] | None] = queue.Queue(WAITING_BATCHES)
@@ -171,6 +171,7 @@ class Announcer:
             try:
                 self._announce(item)
             except Exception:
+                self.failed = True
                 self._counters["kv_event_errors"] += 1
                 logger.exception("sglang-hc: KV events could not be announced")
 
@@ -204,7 +205,7 @@ class Announcer:
                 began = time.monotonic()
                 found: list[_Told] = [*self._found(asked[first : first + FOUND_AT_ONCE])]
                 self._queue.put(found)
-                time.sleep((time.monotonic() - began) / READING_SHARE)
+                time.sleep((time.monotonic() - began) * (1 / READING_SHARE - 1))
 
     def _found(self, block_ids: list[bytes]) -> Iterator[Named]:
         for block_id in block_ids:
@@ -249,6 +250,8 @@ class Events:
             _go_on_after_restarts(publisher, announcer.tell_all)
             announcer.publisher = publisher
         notes = self.recorder.take()
+        if announcer.failed:
+            announcer.failed, self._owes = False, True
         if self._owes and not announcer.is_full:
             self.recorder.tell(Anew())
             for node in device:
