@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from array import array
 from collections import Counter
@@ -93,6 +94,7 @@ class World:
     def close(self) -> None:
         self.tree.events.close()
         self.publisher.shutdown()
+        atexit.unregister(self.publisher.shutdown)
         self.reader.close()
         if self.tiers.disk is not None:
             self.tiers.disk.close()
