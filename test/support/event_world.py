@@ -12,7 +12,7 @@ from hypothesis.stateful import precondition, rule
 
 from sglang_hc.tiers.ledger import Cleared, Ledger, Medium, Page, Paged, Removed, Said, Stored
 from sglang_hc.tiers.residence import Anew, Came, Named, Note, Residence
-from sglang_hc.tree.identity import TOKEN_BYTES, unpack_tokens
+from sglang_hc.tree.identity import TOKEN_BYTES
 from support.disk_machine import DiskMachine
 
 PAGE = 16
@@ -29,7 +29,7 @@ class ToyPaging:
         for end in range(size, len(tokens) + 1, size):
             own = tokens[end - size : end]
             chain = hashlib.blake2b(chain + own, digest_size=8).digest()
-            pages.append(Page(_name(chain), parent, tuple(unpack_tokens(own).tolist())))
+            pages.append(Page(_name(chain), parent, own))
             parent = _name(chain)
         return Paged(tuple(pages), chain)
 
@@ -86,7 +86,7 @@ class Mirrored(DiskMachine):
         if self.owes:
             self.told, self.owes = [Anew()], False
             for name, count in self.device.items():
-                self.told += [Stored(Medium.DEVICE, [Page(name, None, ())])] * count
+                self.told += [Stored(Medium.DEVICE, [Page(name, None, b"")])] * count
             self.tiers.residence.tell_all()
         notes, self.told = self.told, []
         for note in notes:
@@ -176,7 +176,7 @@ class EventMachine(Mirrored):
         for name in names:
             if more:
                 self.device[name] += 1
-                self.told.append(Stored(Medium.DEVICE, [Page(name, None, ())]))
+                self.told.append(Stored(Medium.DEVICE, [Page(name, None, b"")]))
             elif self.device[name]:
                 self.device[name] -= 1
                 self.told.append(Removed(Medium.DEVICE, [name]))

@@ -19,7 +19,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store.block_io import Change
@@ -43,12 +43,12 @@ MEDIA = {
 
 
 class Page(NamedTuple):
-    """hash, parent: of the page and of the one before it, None for the first of a path. tokens: its
-    ids. salt, adapter: names of whom it belongs to."""
+    """hash, parent: of the page and of the one before it, None for the first of a path. tokens:
+    packed; with a draft model pairs of ids. salt, adapter: names of whom it belongs to."""
 
     hash: int
     parent: int | None
-    tokens: tuple[Any, ...]
+    tokens: bytes | tuple[tuple[int, int], ...]
     salt: str | None = None
     adapter: str | None = None
 

@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.utils import (
 
 from sglang_hc.srt.binding import fields
 from sglang_hc.tiers.ledger import Page, Paged
-from sglang_hc.tree.identity import unpack_tokens
+from sglang_hc.tree.identity import TOKEN_BYTES, unpack_tokens
 from sglang_hc.tree.namespaces import Namespace
 
 
@@ -72,13 +72,15 @@ class EventNames:
 
     def pages_of(
         self, namespace: str | None, before: str | None, chain: Sequence[str],
-        tokens: Sequence[Any],
+        tokens: bytes | tuple[tuple[int, int], ...],
     ) -> tuple[Page, ...]:  # fmt: skip
-        """Pages with these hashes. before: hash of the one before them; None for none."""
+        """Pages with these hashes. before: hash of the one before them; None for none. tokens: see
+        `Page`."""
         salt, adapter, seed = self.published(namespace)
-        size, parent, pages = self.page_size, before and self.number(before, seed), []
+        parent, pages = None if before is None else self.number(before, seed), list[Page]()
+        size = self.page_size * (TOKEN_BYTES if isinstance(tokens, bytes) else 1)
         for index, digest in enumerate(chain):
-            own = tuple(tokens[index * size : (index + 1) * size])
+            own = tokens[index * size : (index + 1) * size]
             pages.append(Page(self.number(digest, seed), parent, own, salt, adapter))
             parent = pages[-1].hash
         return tuple(pages)
@@ -86,12 +88,12 @@ class EventNames:
     def pages(self, namespace: str | None, above: Paged | None, tokens: bytes) -> Paged:
         """As in `ledger.Paging`."""
         before = above.chain.hex() if above is not None and above.chain else None
-        ids = unpack_tokens(tokens).tolist()
-        whole = len(ids) // self.page_size * self.page_size
+        whole = len(tokens) // TOKEN_BYTES // self.page_size * self.page_size
         if not whole:
             return Paged((), bytes.fromhex(before or ""))
-        chain = self.chain(RadixKey(array("q", ids[:whole]), namespace), before)
-        pages = self.pages_of(namespace, before, chain, ids)
+        ids = array("q", unpack_tokens(tokens)[:whole].tolist())
+        chain = self.chain(RadixKey(ids, namespace), before)
+        pages = self.pages_of(namespace, before, chain, tokens)
         return Paged(pages, bytes.fromhex(chain[-1]))
 
     def number(self, digest: str, seed: bytes | None) -> int:

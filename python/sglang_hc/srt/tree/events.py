@@ -38,6 +38,7 @@ from sglang_hc.tiers.ledger import Cleared, Ledger, Medium, Removed, Said, Store
 from sglang_hc.tiers.residence import Anew, Named, Note, Residence
 from sglang_hc.tree.forgetting import FORGOTTEN
 from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.identity import pack_tokens, unpack_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class _Node(NamedTuple):
     before: str | None
     chain: list[str]
     tokens: list[Any]
+    """Ids, or pairs of them."""
     session: str | None = None
 
 
@@ -194,7 +196,9 @@ class Announcer:
         if not isinstance(note, _Node):
             return ledger.apply(note)
         if note.stored:
-            pages = names.pages_of(note.namespace, note.before, note.chain, note.tokens)
+            paired = bool(note.tokens) and isinstance(note.tokens[0], tuple)
+            tokens = tuple(note.tokens) if paired else pack_tokens(note.tokens)
+            pages = names.pages_of(note.namespace, note.before, note.chain, tokens)
             return ledger.apply(Stored(Medium.DEVICE, pages, note.session))
         seed = names.published(note.namespace).seed
         return ledger.apply(Removed(Medium.DEVICE, [names.number(one, seed) for one in note.chain]))
@@ -293,7 +297,7 @@ def _event(said: Said, page_size: int) -> Any:
     return BlockStored(
         block_hashes=[page.hash for page in said.pages],
         parent_block_hash=first.parent,
-        token_ids=[token for page in said.pages for token in page.tokens],
+        token_ids=[token for page in said.pages for token in _ids(page.tokens)],
         block_size=page_size,
         lora_id=None,
         medium=said.medium.value,
@@ -301,6 +305,10 @@ def _event(said: Said, page_size: int) -> Any:
         session_id=said.session,
         lora_name=first.adapter,
     )
+
+
+def _ids(tokens: bytes | tuple[tuple[int, int], ...]) -> Iterable[Any]:
+    return unpack_tokens(tokens).tolist() if isinstance(tokens, bytes) else tokens
 
 
 def _continues(last: Any, more: Any) -> bool:
