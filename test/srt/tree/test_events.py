@@ -45,20 +45,25 @@ from support.waiting import until
 PAGE = 16
 
 
+def event_params() -> Any:
+    return replace(
+        cache_params(), page_size=PAGE, enable_kv_cache_events=True,
+        kv_event_lora_names=KvEventLoraNames(),
+    )  # fmt: skip
+
+
 class World:
     """A tree whose events somebody reads."""
 
-    def __init__(self, disk: object = None, ports: Ports | None = None, **config: Any) -> None:
-        """disk: a directory below host memory; None for none. ports: of a server that has ended."""
+    def __init__(
+        self, disk: object = None, ports: Ports | None = None,
+        changed: dict[str, bool] | None = None, **config: Any,
+    ) -> None:  # fmt: skip
+        """disk: a directory below host memory; None for none. ports: of a server that has ended.
+        changed: parameters of the tree. config: more of `--kv-events-config`."""
         self.ports, self.counters = ports or Ports(**config), Counter[str]()
         self.publisher = EventPublisherFactory.create(self.ports.flags[1])
-        self.adapters = KvEventLoraNames()
-        params = replace(
-            cache_params(),
-            page_size=PAGE,
-            enable_kv_cache_events=True,
-            kv_event_lora_names=self.adapters,
-        )
+        params = replace(event_params(), **(changed or {}))
         self.tiers = tiers_of(64)
         if disk is not None:
             self.tiers.disk = disk_below(self.tiers, str(disk))
@@ -198,33 +203,25 @@ def read_on(world: World) -> None:
     world.reader.read()
 
 
-@pytest.mark.parametrize("form", ["default", "dynamo"])
-def test_namespaces_are_called_as_sglang_calls_them(form: str) -> None:
-    """An adapter's hashes apart, which are over its weights."""
-    world, tokens, seen = World(), prompt(1, 64), list[Any]()
-    stock = UnifiedRadixCache(
-        readable(
-            replace(
-                cache_params(),
-                page_size=PAGE,
-                enable_kv_cache_events=True,
-                dynamo_kv_event_format=form == "dynamo",
-                kv_event_lora_names=KvEventLoraNames(),
-            ),
-            None,
-        )
-    )
-    world.tree.events.recorder._names._dynamo = form == "dynamo"
+@pytest.mark.parametrize(
+    "changed",
+    [{}, {"dynamo_kv_event_format": True}, {"is_eagle": True}],
+    ids=["", "dynamo", "drafts"],
+)
+def test_the_device_is_told_as_by_sglang(changed: dict[str, bool]) -> None:
+    """With salts and keys of clients, and keys that count pairs of tokens."""
+    world, tokens, seen = World(changed=changed), prompt(1, 65), list[Any]()
+    stock = UnifiedRadixCache(readable(replace(event_params(), **changed), None))
+    assert (world.tiers.residence is None) == ("is_eagle" in changed)
     world.publisher.publish = lambda batch: seen.extend(batch.events)
     for salt, key in ((None, None), ("s", None), (None, "k"), ("s", "k")):
         ours = RadixKey(array("q", tokens), Namespace(salt, key).pack())
         theirs = RadixKey(array("q", tokens), key, cache_salt=salt)
-        world.tree.insert(InsertParams(ours, torch.arange(64)))
-        stock.insert(InsertParams(theirs, torch.arange(64)))
+        world.tree.insert(InsertParams(ours, torch.arange(65)))
+        stock.insert(InsertParams(theirs, torch.arange(65)))
         until(lambda: stored_on_device(seen), world.tree.take_events)
         (mine,) = stored_on_device(seen)
-        wanted = stock.take_events()[-1]
-        assert mine == wanted
+        assert mine == stock.take_events()[-1] and len(mine.block_hashes) == 4
         seen.clear()
     world.close()
 
