@@ -73,7 +73,7 @@ def life_of_a_server(folder: str) -> dict[str, set[int]]:
     settled(core, reader)
     assert all(reader.held[medium] for medium in ("GPU", "CPU_PINNED", "DISK"))
 
-    core.forget()  # the device
+    core.evict()
     settled(core, reader)
     assert not reader.held["GPU"] and reader.held["CPU_PINNED"] and not reader.lost_from_device
 

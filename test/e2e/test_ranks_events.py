@@ -30,7 +30,7 @@ def mirrored(rank: int, port: int, kind: str, ports: Ports, folder: str) -> dict
     for seed in range(6):
         core.ask(prompt(seed, 300), 20)
         quiet()
-    core.forget()
+    core.evict()
     quiet()
     core.ask(prompt(0, 320), 4)
     core.tree.tiers.host.evict(3, 0.0)

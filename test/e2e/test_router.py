@@ -10,6 +10,7 @@ import pytest
 from benchmark.harness.server import ServerProcess
 from support.kv_events import Ports
 from support.prompts import prompt
+from support.ranked_core import ENV
 from support.router import DeviceOnly, Router, needs_router
 from support.served import ask_replica, start
 from support.waiting import until
@@ -34,7 +35,10 @@ def test_the_replica_that_holds_a_conversation_gets_it(models: None, tmp_path: P
     needs_router()
     ports, silent = Ports(), Ports()
     flags = "--dp-size", "2", "--page-size", str(PAGE), "--hc-host-size-gb", "0.4", *ports.flags
-    with start(tmp_path / "log", *flags) as server, Router(tmp_path / "router") as router:
+    with (
+        start(tmp_path / "log", *flags, env=ENV) as server,
+        Router(tmp_path / "router") as router,
+    ):
         for replica in (0, 1):
             events, replays = ports.address(replica), ports.replay_address(replica)
             router.register("tiers", replica, events, replays, PAGE)
