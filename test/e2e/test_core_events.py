@@ -78,12 +78,12 @@ def life_of_a_server(folder: str) -> dict[str, set[int]]:
     assert not reader.held["GPU"] and reader.held["CPU_PINNED"] and not reader.lost_from_device
 
     assert core.ask([*PROMPT, *first, *prompt(8, 70)], 40).cached
-    core.tree.tiers.host.evict(1, 0.0)
-    settled(core, reader)
     for seed in range(20, 24):
         core.ask(prompt(seed, 150), 4)
     settled(core, reader)
     assert reader.events["BlockRemoved"] and not reader.lost_from_device
+    core.tree.tiers.host.evict(3, 0.0)
+    settled(core, reader)
 
     assert core.scheduler.flush_cache()
     settled(core, reader)

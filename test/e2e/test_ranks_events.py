@@ -33,7 +33,7 @@ def mirrored(rank: int, port: int, kind: str, ports: Ports, folder: str) -> dict
     core.evict()
     quiet()
     core.ask(prompt(0, 320), 4)
-    core.tree.tiers.host.evict(3, 0.0)
+    core.tree.tiers.host.evict(3, 0.0)  # on both ranks
     quiet()
     if reader is None:
         return {}

@@ -51,12 +51,14 @@ class Router:
         processes.end(self._process, 2.0)
 
     def register(
-        self, group: str, replica: int, events: str, replays: str | None, page: int
+        self, group: str, replica: int, events: str, replays: str | None, page: int, rank: int = 0
     ) -> None:
-        """events, replays: addresses of the replica's publisher."""
+        """events, replays: addresses of the replica's publisher. rank: the replica's number in its
+        server, which its events carry."""
         worker = {
             "worker_id": self._number(group, replica), "routing_group": group, "block_size": page,
             "endpoint": f"http://127.0.0.1:{replica + 1}",
+            "data_parallel_start_rank": rank, "data_parallel_size": 1,
             "kv_events_endpoint": events, "replay_endpoint": replays,
         }  # fmt: skip
         assert self._call("/workers", worker)["lifecycle"] == "schedulable"
