@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import socket
 import threading
 from array import array
 from collections import Counter
@@ -233,6 +234,7 @@ def test_a_restart_is_a_gap_for_those_who_listen_on(tmp_path: Path) -> None:
     reader, before = first.reader, first.reader.replays
     left = reader.held["DISK"].copy()
     first.publisher.shutdown()
+    until(lambda: are_free(first.ports))  # sockets are closed by a thread
     second, seeds = World(tmp_path, first.ports), count(2)
 
     def go_on() -> None:
@@ -247,6 +249,17 @@ def test_a_restart_is_a_gap_for_those_who_listen_on(tmp_path: Path) -> None:
     first.tiers.disk.close()
     second.close()
     reader.close()
+
+
+def are_free(ports: Ports) -> bool:
+    for port in (ports.events, ports.replays):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("0.0.0.0", port))
+            except OSError:
+                return False
+    return True
 
 
 def stored_on_device(events: list[Any]) -> list[Any]:
