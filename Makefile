@@ -28,7 +28,7 @@ endif
 # An engine imports a thousand modules; without their bytecode each start takes half a minute more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup models demo demo-forms test suite test-fast lint nightly canary audit
+.PHONY: setup models demo demo-forms test suite test-fast lint nightly canary audit router
 
 setup: $(INSTALLED)
 
@@ -76,12 +76,19 @@ lint: setup
 	$(BIN)/python benchmark/make_tables.py --check
 	$(BIN)/python -m benchmark.simulator.tables --check
 
-nightly: models
+nightly: models router
 	$(PYTEST) -m slow $(KERNEL_TESTS)
 	$(PYTEST) -m slow test
 	HC_EXAMPLES=2 $(PYTEST) -m "not slow and not server" --ignore test/e2e test
 	$(MAKE) audit
 	$(MAKE) canary
+
+# A router that reads KV events, in an environment of its own: the tests of it ask it over HTTP.
+router: .router/bin/python
+
+.router/bin/python: | setup
+	$(UV) venv --python $(BIN)/python .router
+	$(UV) pip install --python .router/bin/python ai-dynamo-runtime==1.6.1
 
 # The suite on the newest SGLang that the package index has, beside the one that is pinned.
 canary: models

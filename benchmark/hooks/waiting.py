@@ -19,7 +19,7 @@ from sglang_hc.queue.requests import Serial
 from sglang_hc.srt.scheduling.hooks import arrange
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.store.block import Block
-from sglang_hc.store.block_io import BlockDone
+from sglang_hc.store.block_io import BlockDone, Change
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.forgetting import Forgetting
 
@@ -64,6 +64,9 @@ class InstantDisk:
 
     def wants(self, block_id: bytes) -> bool:
         return not self._full
+
+    def news(self, *, anew: bool = False) -> list[Change]:
+        return []
 
     def read(
         self,

@@ -22,9 +22,12 @@ from sglang_hc.forms import LayerPlan
 from sglang_hc.ranks.agreement import Agreement
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
+from sglang_hc.tiers.ledger import Medium
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.copy_streams import OwnPaceStream
 from support.disk_machine import FAILURES, DiskMachine
+from support.event_world import SEEN as MIRRORED
+from support.event_world import Mirrored
 from support.examples import examples
 from support.fake_io import FakeIo
 from support.fake_store import FakeStoreIo
@@ -344,6 +347,26 @@ class Pipeline(Storm):
         super().together(call)
 
 
+class MirroredRank(Mirrored, Rank):
+    def below(self) -> dict[Medium, set[bytes]]:
+        near, far = self.disk._io._near._store, self.disk._io._far
+        return {Medium.DISK: set(near._known), Medium.EXTERNAL: set(far._told.there)}
+
+
+class MirroredStorm(Storm):
+    def compare(self) -> None:
+        super().compare()
+        for rank in self.ranks:
+            rank.tiers.residence.poll()
+            rank.agree()
+
+
+@settings(max_examples=examples(30), deadline=None, derandomize=True)
+@given(seed=SEEDS)
+def test_a_mirror_of_each_rank_is_what_all_hold(seed: int) -> None:
+    MirroredStorm(seed, 2, MirroredRank).run(25)
+
+
 @settings(max_examples=examples(80), deadline=None, derandomize=True)
 @given(seed=SEEDS)
 def test_a_stage_that_is_a_pass_behind_decides_alike(seed: int) -> None:
@@ -374,3 +397,4 @@ def test_ranks_decide_alike_in_a_thousand_storms(storm: Callable[[int], Storm], 
 def test_the_storms_did_something() -> None:
     """Runs last: ranks that do nothing decide alike."""
     assert all(SEEN[name] > 0 for name in (*MOVED, "lost", "told", "lookups", "emptied")), SEEN
+    assert MIRRORED["DISK"] > 0 and MIRRORED["EXTERNAL"] > 0

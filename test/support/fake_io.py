@@ -75,6 +75,8 @@ class FakeIo:
         self._done: list[BlockDone] = []
         self._news: dict[bytes, bool] = {}
         """See `changes`."""
+        self.written: dict[bytes, Block] = {}
+        """All that were ever to be written."""
 
     # -- what a test tells it --------------------------------------------------------------------
 
@@ -107,9 +109,11 @@ class FakeIo:
         there = self._blocks.copy()
         self.end_all(Outcome.IO_ERROR)
         self._blocks, self.up = there, False
+        self._news |= dict.fromkeys(there, False)
 
     def back(self) -> None:
         self.up = True
+        self._news |= dict.fromkeys(self._blocks, True)
 
     # -- BlockIo and LocalBlockIo ----------------------------------------------------------------
 
@@ -120,9 +124,9 @@ class FakeIo:
     def sources(self, block_ids: Sequence[bytes]) -> list[SourceTier]:
         return [SourceTier.REMOTE if name in self.far else self.tier for name in block_ids]
 
-    def changes(self) -> Mapping[bytes, bool]:
-        news, self._news = self._news, {}
-        return news
+    def changes(self, *, anew: bool = False) -> Mapping[bytes, bool]:
+        news, self._news = self._blocks if anew else self._news, {}
+        return {name: self.contains((name,)) > 0 for name in news}
 
     def ask(self, block_ids: Sequence[bytes]) -> bool:
         return False
@@ -137,6 +141,7 @@ class FakeIo:
         if not self.up:
             self._done.append(BlockDone(ticket, Outcome.DROPPED, self.tier.value))
             return
+        self.written[block.block_id] = block
         move = Move(ticket, block.block_id, slot, deadline, write=True)
         if self._writes_wait:
             self.moves.append(move)
@@ -190,6 +195,7 @@ class FakeIo:
             self._slot(move)[:] = kept if well else GARBAGE
         if not move.write and outcome in (Outcome.DAMAGED, Outcome.IO_ERROR):
             self._blocks.pop(move.block_id, None)
+            self._news[move.block_id] = False
         (tier,) = self.sources((move.block_id,))
         self._done.append(BlockDone(move.ticket, outcome, tier.value, at))
 

@@ -42,7 +42,7 @@ class FakeStoreIo(FakeIo):
 
     # -- LocalBlockIo ----------------------------------------------------------------------------
 
-    def changes(self) -> Mapping[bytes, bool]:
+    def changes(self, *, anew: bool = False) -> Mapping[bytes, bool]:
         return {}
 
     def look_up(self, ticket: int, block_ids: Sequence[bytes], deadline: float) -> None:

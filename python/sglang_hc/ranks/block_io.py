@@ -61,6 +61,8 @@ class AgreedBlocks:
         self._is_first = is_first
         self._known: dict[bytes, None] = {}
         self._news: dict[bytes, bool] = {}
+        self._changed: dict[bytes, None] | None = None
+        """What `changes` will name; None before its first call."""
         self._reads: dict[int, tuple[bytes, float]] = {}
         """Identities, and when they were asked for on the clock of decisions."""
         self._begun: dict[int, float] = {}
@@ -104,9 +106,9 @@ class AgreedBlocks:
         self._take_decided()
         for block_id, here in news.items():
             if here:
-                self._known[block_id] = None
+                self._note([block_id])
             else:
-                self._known.pop(block_id, None)
+                self._forget([block_id])
 
     def drain(self) -> None:
         """Wait until every read and write under way is decided; all ranks come here at the same
@@ -118,8 +120,11 @@ class AgreedBlocks:
     def contains(self, block_ids: Sequence[bytes]) -> int:
         return sum(1 for _ in itertools.takewhile(self._known.__contains__, block_ids))
 
-    def changes(self) -> Mapping[bytes, bool]:
-        return {}
+    def changes(self, *, anew: bool = False) -> Mapping[bytes, bool]:
+        if anew or self._changed is None:
+            self._changed = dict.fromkeys(self._known)
+        changed, self._changed = self._changed, {}
+        return {block_id: block_id in self._known for block_id in changed}
 
     def look_up(self, ticket: int, block_ids: Sequence[bytes], deadline: float) -> None:
         due, self._asked[ticket] = self._locally(deadline), block_ids
@@ -150,7 +155,7 @@ class AgreedBlocks:
                 self._inner.erase(ticket, what, block_ids)
 
         if what is None:
-            self._known.clear()
+            self._forget(list(self._known))
             self._news.clear()
         self._asked[ticket] = ()
         self._questions.begin(ticket, start)
@@ -170,20 +175,32 @@ class AgreedBlocks:
 
     def _take_decided(self) -> None:
         for ticket, outcome, count in self._questions.take_decided():
-            self._note(self._asked.pop(ticket)[:count], outcome)
+            self._judge(self._asked.pop(ticket)[:count], outcome)
             self._done.append(BlockDone(ticket, outcome, self.tier.value, None, count))
         for ticket, outcome, took in self._transfers.take_decided():
             at = None
             if ticket in self._writes:
-                self._note([self._writes.pop(ticket)], outcome)
+                self._judge([self._writes.pop(ticket)], outcome)
             else:
                 block_id, asked = self._reads.pop(ticket)
                 at = asked + took * 1e-6 if took else None
                 if outcome in _GONE:
-                    self._known.pop(block_id, None)
+                    self._forget([block_id])
             self._done.append(BlockDone(ticket, outcome, self.tier.value, at))
 
-    def _note(self, block_ids: Iterable[bytes], outcome: Outcome) -> None:
-        """These are there, for all ranks."""
+    def _judge(self, block_ids: Iterable[bytes], outcome: Outcome) -> None:
+        """After such an outcome these may be there, for all ranks."""
         if outcome in GOOD and self.has_record:
-            self._known.update(dict.fromkeys(block_ids))
+            self._note(block_ids)
+
+    def _note(self, block_ids: Iterable[bytes]) -> None:
+        for block_id in block_ids:
+            self._known[block_id] = None
+            if self._changed is not None:
+                self._changed[block_id] = None
+
+    def _forget(self, block_ids: Iterable[bytes]) -> None:
+        for block_id in block_ids:
+            self._known.pop(block_id, None)
+            if self._changed is not None:
+                self._changed[block_id] = None

@@ -66,6 +66,14 @@ def count_write(counts: Counter[str], done: BlockDone) -> None:
         counts[f"{done.tier}_write_{done.outcome.value}"] += 1
 
 
+class Change(NamedTuple):
+    """Whether a tier has a block now."""
+
+    tier: SourceTier
+    block_id: bytes
+    here: bool
+
+
 class _Moves(Protocol):
     """What both interfaces have. All methods belong to one thread and none waits, except `close`.
 
@@ -140,6 +148,10 @@ class BlockIo(_Moves, Protocol):
     def wants(self, block_id: bytes) -> bool:
         """Whether a write of this block would add anything, as far as known now."""
 
+    def news(self, *, anew: bool = False) -> list[Change]:
+        """Blocks that came or left since the last call, as far as known now. anew: all that are
+        here instead. Nothing is noted before the first call; for one caller."""
+
 
 class LocalBlockIo(_Moves, Protocol):
     """A store as one process has it. `contains` counts what it has a record of.
@@ -164,7 +176,7 @@ class LocalBlockIo(_Moves, Protocol):
     def look_up(self, ticket: int, block_ids: Sequence[bytes], deadline: float) -> None:
         """Ask how many of the first identities are there without a gap: `blocks` of the answer."""
 
-    def changes(self) -> Mapping[bytes, bool]:
+    def changes(self, *, anew: bool = False) -> Mapping[bytes, bool]:
         """Identities that came into the record or left it by themselves since the last call, and
-        whether they are there now. The first call names all that are there; nothing is noted before
-        it."""
+        whether they are there now. The first call, and one `anew`, names all that are there;
+        nothing is noted before the first. For one caller."""

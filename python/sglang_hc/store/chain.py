@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store.block import Block
-from sglang_hc.store.block_io import BlockDone, BlockIo, count_write
+from sglang_hc.store.block_io import BlockDone, BlockIo, Change, count_write
 from sglang_hc.store.outcome import GOOD
 from sglang_hc.tree.forgetting import Forgetting
 
@@ -50,6 +50,9 @@ class Chain:
 
     def wants(self, block_id: bytes) -> bool:
         return self._near.wants(block_id) or self._far.wants(block_id)
+
+    def news(self, *, anew: bool = False) -> list[Change]:
+        return self._near.news(anew=anew) + self._far.news(anew=anew)
 
     def write(self, ticket: int, block: Block, slot: int, deadline: float) -> None:
         wanting = [one for one in (self._near, self._far) if one.wants(block.block_id)]

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store.block import Block
-from sglang_hc.store.block_io import WRITE_QUEUE, BlockDone, LocalBlockIo
+from sglang_hc.store.block_io import WRITE_QUEUE, BlockDone, Change, LocalBlockIo
 from sglang_hc.store.circuit_breaker import CircuitBreaker
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.forgetting import Forgetting
@@ -102,6 +102,32 @@ _AFTER = {
 _UNWELL = (Outcome.STUCK, Outcome.IO_ERROR, Outcome.TIMED_OUT)
 
 
+class _Told:
+    """Which blocks a store got, or did not have, by what was asked of it here. there: those that it
+    should have, the newest of them; where it has a record, those since the last `news`."""
+
+    def __init__(self) -> None:
+        self.there: OrderedDict[bytes, None] = OrderedDict()
+        self._changed: dict[bytes, None] = {}
+
+    def came(self, block_id: bytes) -> None:
+        self._changed[block_id] = self.there[block_id] = None
+        self.there.move_to_end(block_id)
+        if len(self.there) > MOST_REMEMBERED:
+            self.gone([next(iter(self.there))])
+
+    def gone(self, block_ids: Sequence[bytes]) -> None:
+        for block_id in block_ids:
+            if block_id in self.there:
+                del self.there[block_id]
+                self._changed[block_id] = None
+
+    def take(self, *, anew: bool) -> list[bytes]:
+        """What changed since the last call; all that are there, if `anew`."""
+        changed, self._changed = self._changed, {}
+        return list(self.there if anew else changed)
+
+
 class KnownBlocks:
     """See the module, and `BlockIo` for the contract. Belongs to the scheduler thread. Tickets of
     its own questions are below zero, those of callers are not."""
@@ -123,6 +149,8 @@ class KnownBlocks:
         self._reads: dict[int, bytes] = {}
         self._writes: dict[int, bytes] = {}
         self._answers: list[BlockDone] = []
+        self._told: _Told | None = None
+        """None until somebody asks for news."""
         self._cleared = True
         self._reading, self._saving = CircuitBreaker(clock), CircuitBreaker(clock)
         self._most_writes = WRITE_QUEUE if store.has_record else SAVE_QUEUE
@@ -197,6 +225,19 @@ class KnownBlocks:
             found["remote_usable"] = int(usable)
         return found
 
+    def news(self, *, anew: bool = False) -> list[Change]:
+        """As in BlockIo. A store without a record has what was written here or read from it, until
+        that is not found there."""
+        told = self._told if self._told is not None else _Told()
+        self._told, changed = told, dict.fromkeys(told.take(anew=anew), False)
+        if self._store.has_record:
+            found = dict(self._store.changes(anew=anew))
+            found |= {name: self._store.contains((name,)) > 0 for name in changed}
+            told.there.clear()
+        else:
+            found = {name: name in told.there for name in changed}
+        return [Change(self._store.tier, block_id, here) for block_id, here in found.items()]
+
     # -- inner parts -----------------------------------------------------------------------------
 
     @property
@@ -245,10 +286,13 @@ class KnownBlocks:
         good = done.outcome is Outcome.OK
         if block_ids is None:
             self._presence.clear()
+            if self._told is not None:
+                self._told.gone(list(self._told.there))
             self._cleared = good or self._store.has_record
         elif good and not self._store.has_record:
             for block_id in block_ids:
                 self._presence.note(block_id, Presence.ABSENT)
+            self._tell_gone(block_ids)
         by_name = block_ids is not None and not self._store.has_record
         return done._replace(by_name=by_name)
 
@@ -261,12 +305,20 @@ class KnownBlocks:
             done.outcome,
             "lookups and reads" if written is None else "saves",
         )
+        moved = read if written is None else written
+        if self._told is not None and moved is not None and done.outcome is Outcome.OK:
+            self._told.came(moved)
         if self._store.has_record:
             return
         if written is not None and done.outcome is Outcome.OK:
             self._presence.note(written, Presence.PRESENT)
         elif read is not None and done.outcome is not Outcome.OK:
             self._presence.note(read, _AFTER[done.outcome])
+            self._tell_gone([read])
+
+    def _tell_gone(self, block_ids: Sequence[bytes]) -> None:
+        if self._told is not None:
+            self._told.gone(block_ids)
 
     def _judge(self, breaker: CircuitBreaker, outcome: Outcome, what: str) -> None:
         """Note what an answer says about the store's health; make a pause when it keeps failing."""

@@ -24,7 +24,7 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import IsProtected
 from sglang_hc.policy.writing import WriteAdmission
 from sglang_hc.store.block import Block
-from sglang_hc.store.block_io import BlockDone, BlockIo, count_write
+from sglang_hc.store.block_io import BlockDone, BlockIo, Change, count_write
 from sglang_hc.store.disk.format import clip_label
 from sglang_hc.store.ends_below import EndsBelow
 from sglang_hc.store.erasures import Ended, Erasures
@@ -85,6 +85,9 @@ class LowerTier:
         self._usable = True
         self.coming = Promotions(host)
         self.ends: EndsBelow | None = None
+        self.named: Callable[[bytes], Block | None] = lambda block_id: None
+        """What a store says of one of its blocks, for any thread but the scheduler's: it reads.
+        Set by whoever has stores that say it."""
         self._tickets = itertools.count(1)
         self._reads: dict[int, tuple[Promotion, SourceTier]] = {}
         self._writes: dict[int, BlockNode] = {}
@@ -184,6 +187,10 @@ class LowerTier:
             return 0
         self._asks = self._io.ask(block_ids)
         return None if self._asks else self._io.contains(block_ids)
+
+    def news(self, *, anew: bool = False) -> list[Change]:
+        """As in `BlockIo`; nothing once what is below belongs to other weights."""
+        return self._io.news(anew=anew) if self._usable else []
 
     def fetch(self, path: BlockPath, first: int, count: int, is_protected: Protected = None) -> int:
         """Start reading blocks [first, first + count) of a path: as many leading ones as find a

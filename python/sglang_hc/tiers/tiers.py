@@ -23,6 +23,7 @@ from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.states import StateRestorer
 from sglang_hc.store.lower_tier import LowerTier
+from sglang_hc.tiers.residence import Residence
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.trace import Recorder
 from sglang_hc.tree.block_tree import BlockNode
@@ -54,7 +55,7 @@ class Tiers:
     recorder: of the load; None for none.
     profile: keeps what is learned of the costs; None where another rank or a user does. ends: of
     the host tier; None where all layers have full attention. states: what moves states of recurrent
-    layers; None without them."""
+    layers; None without them. residence: tells for KV events what is where; None without them."""
 
     host: HostTier
     disk: LowerTier | None
@@ -69,6 +70,7 @@ class Tiers:
     profile: CachedProfile | None = None
     ends: Ends | None = None
     states: States | None = None
+    residence: Residence | None = None
 
     @property
     def layout(self) -> BlockLayout:
@@ -113,6 +115,8 @@ class Tiers:
         self.capture.scatters.poll()
         if self.disk is not None:
             self.disk.poll()
+        if self.residence is not None:
+            self.residence.poll()
         self.retention.upkeep()
         self.restorer.poll()
         if self.states is not None:

@@ -47,6 +47,8 @@ class HostTier:
         self._detached: set[BlockNode] = set()
         self.on_end_gone: Callable[[BlockNode], None] | None = None
         """Told of each block that leaves with an end part (`ends.Ends`)."""
+        self.on_change: Callable[[BlockNode, bool], None] | None = None
+        """Told of each block that joins the tree, True, or is about to leave it."""
         self.evicted_blocks = 0
         self.expired_blocks = 0
 
@@ -91,6 +93,8 @@ class HostTier:
         The new block is not `ready`; whoever writes its bytes calls `mark_ready`.
         """
         outcome = self.tree.insert(parent, tokens, identity)
+        if outcome.created and self.on_change is not None:
+            self.on_change(outcome.node, True)
         if outcome.superseded is not None:
             self._retire(outcome.superseded)
         if outcome.created:
@@ -196,6 +200,8 @@ class HostTier:
         assert all(node.pins > 0 for node in self._detached)
 
     def _retire(self, node: BlockNode) -> None:
+        if self.on_change is not None:
+            self.on_change(node, False)
         self._policy.remove(node)
         if self._ttl is not None:
             self._ttl.forget(node)

@@ -141,6 +141,9 @@ class SglangTree(UnifiedRadixCache):
     decides_alone = True
     """Whether no other ranks must decide alike."""
 
+    events: Any = None
+    """What tells KV events (`srt.tree.events.Events`); None where nobody is told."""
+
 
 def method(
     drop: Callable[..., object] = nothing, answer: Callable[..., Any] | None = None

@@ -70,6 +70,11 @@ class OwnScheduler:
         draft = worker.draft_worker if worker is not None else None
         return draft.draft_runner if draft is not None else None
 
+    @property
+    def event_publisher(self) -> Any:
+        """SGLang's, of KV events."""
+        return self._scheduler().kv_events_publisher.kv_event_publisher  # type: ignore[union-attr]
+
     @cached_property
     def exporter(self) -> Exporter | None:
         """Where the tiers' numbers go with --enable-metrics, labelled as SGLang's own are."""

@@ -57,7 +57,8 @@ def complete(self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     A salt shows that no hook has packed the two. A key that none has packed is the client's
     `extra_key`, whatever it says.
     """
-    if tree_of(self) is None or hasattr(req, _NAMED):
+    tree = tree_of(self)
+    if tree is None or hasattr(req, _NAMED):
         return
     setattr(req, _NAMED, True)
     salt, key, lora = fields.salt_of(req), fields.namespace_of(req), fields.adapter_of(req)
@@ -69,6 +70,8 @@ def complete(self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
         named = (Namespace() if key is None else Namespace.of_key(key))._replace(salt=salt)
     adapter = None if lora is None else _digest_of(self.tp_worker.model_runner, lora)
     fields.set_namespace(req, named._replace(adapter=adapter).pack())
+    if adapter is not None and tree.events is not None:
+        self.kv_event_lora_names.register(req)  # what KV events call this namespace's adapter
     keeps_state(req)  # while the request still has its inputs
 
 

@@ -72,6 +72,7 @@ from sglang_hc.srt.tree.audit import Audit, can_audit
 from sglang_hc.srt.tree.audit_compare import Comparison
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.device_tree import unified_tree
+from sglang_hc.srt.tree.events import Events
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.store.executor import ThreadExecutor
 from sglang_hc.store.host_memory import HostMemory, MemorySpec, divided, least_bytes
@@ -146,9 +147,13 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
         # Rank 0 keeps what it learns; a user's profile stays as it is.
         profile = CachedProfile(planner.costs, state.measured)
     exact = device.exactness
+    events = None
+    if model.params.enable_kv_cache_events:
+        events = Events(model.params, host, disk, counters)
+    residence = events.residence if events is not None else None
     tiers = Tiers(
         *(host, disk, capture, restorer, queue, retention, exact, ranks),
-        *(own_errors, recorder, profile, ends, states),
+        *(own_errors, recorder, profile, ends, states, residence),
     )
     order = None
     if config.eviction == "queue" and model.params.eviction_policy.lower() == "lru":
@@ -161,7 +166,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
             config.audit,
         )
     own_states = tree_states(device.states, tiers)
-    parts = tiers, model.scheduler, compute, ahead, audit, own_states
+    parts = tiers, model.scheduler, compute, ahead, audit, own_states, events
     tree: HcRadixCache = unified_tree(ctx, order, lambda params: HcRadixCache(params, *parts))
     kv_pool = runner.token_to_kv_pool
     kv_pool.register_layer_transfer_counter(gate_of(kv_pool, restorer.gate))

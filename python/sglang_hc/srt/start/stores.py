@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ def lower_tier(
     counters: Counter[str], ranks: Ranks, ends: Ends | None,
 ) -> LowerTier | None:  # fmt: skip
     """Disk, a remote store, both, or nothing. Raises ConfigError."""
-    opened = _stores(model, memory.pool, fingerprint, counters)
+    opened = list(_stores(model, memory.pool, fingerprint, counters))
     below = _one_behind_another(model, opened, ranks, ends=False)
     if below is None:
         return None
@@ -51,6 +51,8 @@ def lower_tier(
     if rule is not None:
         admission = WriteAdmission(rule, memory.pool.layout.slot_bytes, ranks.clock())
     tier = LowerTier(below, host, ranks.clock, on_read, ranks.pause, seconds, admission, _is_kept)
+    say = [one.named for one in opened if isinstance(one, DiskThreads)]
+    tier.named = lambda block_id: next(filter(None, (named(block_id) for named in say)), None)
     if ends is not None and memory.ends is not None:
         own = ends.layout.fingerprint(fingerprint)
         parts = _stores(model, memory.ends, own, counters)
@@ -67,7 +69,7 @@ def _is_kept(namespace: str | None) -> bool:
 
 
 def _one_behind_another(
-    model: Model, stores: Iterator[LocalBlockIo], ranks: Ranks, *, ends: bool
+    model: Model, stores: Iterable[LocalBlockIo], ranks: Ranks, *, ends: bool
 ) -> BlockIo | None:
     """As all ranks use them. ends: they are of end parts."""
     below: BlockIo | None = None

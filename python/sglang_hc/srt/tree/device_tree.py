@@ -94,6 +94,13 @@ class DeviceTree(SglangTree):
         """SGLang's components of the tree."""
         return tuple(self.components.values())
 
+    def nodes(self) -> Iterator[Any]:
+        """All nodes but the root, each before those below it."""
+        nodes = [self.node(self.root_node_handle())]
+        for node in nodes:  # which grows meanwhile
+            yield from node.children.values()
+            nodes += node.children.values()
+
     def path_of(self, key: RadixKey) -> Iterator[Any]:
         """The whole nodes of a key's path on the device."""
         key, node = key.page_aligned(self.page_size), self.node(self.root_node_handle())
@@ -204,6 +211,7 @@ class DeviceTree(SglangTree):
             if not _is_locked(node):
                 self.remove(node.id)
                 continue
+            self.tree_core.kv_events.record_remove(node)
             siblings, old = node.parent.children, node.key
             del siblings[old.child_key(self.page_size)]
             node.key = RadixKey(old.token_ids, hidden, old.is_bigram, old.limit)

@@ -32,6 +32,7 @@ from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from sglang_hc.srt.tree.ahead import RestoreAhead, restorable
 from sglang_hc.srt.tree.audit import Audit
 from sglang_hc.srt.tree.audit_room import Freed
+from sglang_hc.srt.tree.events import Events
 from sglang_hc.srt.tree.facades import ControllerFacade, HostPoolFacade
 from sglang_hc.srt.tree.host_match import HostMatch
 from sglang_hc.srt.tree.reporting import Reporting
@@ -60,10 +61,15 @@ class HcRadixCache(RestoringTree):
         prerestored: PrerestoredBlocks,
         audit: Audit | None = None,
         states: TreeStates | None = None,
+        events: Events | None = None,
     ) -> None:
         """compute: where the model runs. prerestored: told of the end of each meeting. audit:
-        of what is restored; None for none. states: of recurrent layers; None without them."""
+        of what is restored; None for none. states: of recurrent layers; None without them. events:
+        for routers; None where nobody is told."""
         super().__init__(params)
+        self.events = events
+        if events is not None:
+            self.tree_core.kv_events = events.recorder
         layout = tiers.layout
         self.tiers = tiers
         self.decides_alone = tiers.decides_alone
@@ -278,8 +284,17 @@ class HcRadixCache(RestoringTree):
 
     detach_storage_backend = attach_storage_backend
 
+    @method(answer=lambda *_: [])
+    def take_events(self) -> list[Any]:
+        """KV events go to SGLang's publisher on a thread of their own, so SGLang gets none."""
+        if self.events is not None:
+            self.events.hand_over(self.scheduler.event_publisher, self.nodes())
+        return []
+
     def release_host_resources(self) -> None:
         """Orderly shutdown."""
+        if self.events is not None:
+            self.events.close()
         with self.compute_stream.entered():
             self.tiers.close()
 
@@ -297,6 +312,8 @@ class HcRadixCache(RestoringTree):
         self._clear()
         if self._disk is not None:
             self._disk.disown()
+        if self.events is not None:
+            self.events.begin_anew()
 
     def _clear(self) -> None:
         if self.audit is not None:

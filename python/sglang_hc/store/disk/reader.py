@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 
+from sglang_hc.store.block import Block
 from sglang_hc.store.disk.backend import File, ThreadMemory
 from sglang_hc.store.disk.directory import Directory
-from sglang_hc.store.disk.format import Damaged, Forged, check_block
+from sglang_hc.store.disk.format import Damaged, Forged, check_block, check_header
 from sglang_hc.store.outcome import Outcome
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,19 @@ class BlockReader:
             return Outcome.IO_ERROR
         directory.io_succeeded()
         return Outcome.OK
+
+    def named(self, block_id: bytes) -> Block | None:
+        """See `DiskStore.named`. What is wrong with a block is found again by whoever reads it."""
+        directory, page = self._directory, self._pages.get(self._model.header_bytes)
+        try:
+            with closing(directory.backend.open(directory.path(block_id))) as file:
+                file.read([page], 0)
+            header = check_header(page, block_id, self._model)
+        except (Damaged, OSError):
+            return None
+        if not header.names_its_tokens():
+            return None
+        return Block(block_id, header.parent_id, header.label, header.position, header.tokens)
 
     def _read(self, file: File, block_id: bytes, into: memoryview, deadline: float | None) -> None:
         """Raises Damaged, OSError, _TimedOut."""

@@ -145,12 +145,15 @@ class DiskStore:
         two directories is named twice."""
         return [name for directory in self.in_use() for name in directory.blocks.copy()]
 
-    def take_changes(self) -> list[bytes]:
+    def take_changes(self, *, anew: bool = False) -> list[bytes]:
         """Identities of blocks that left, or that others stored, since the last call, those of
         directories that went out of use or came back too. For one caller, who mirrors what can be
-        read. The first call names all that are here; nothing is noted before it."""
+        read. The first call, and one `anew`, names all that are here; nothing is noted before the
+        first."""
         now = set(self.in_use())
         before, self._in_use_before = self._in_use_before, now
+        if anew:
+            before = set()
         changed = [name for directory in now ^ before for name in directory.blocks.copy()]
         return changed + [name for one in self.directories for name in one.take_changes()]
 
@@ -184,6 +187,12 @@ class DiskStore:
     def shared_with(self) -> list[Directory]:
         """Directories that other servers have open too, and that may be asked now."""
         return [one for one in self.in_use() if not one.membership.alone]
+
+    def named(self, block_id: bytes) -> Block | None:
+        """What a block says of itself; None where it is not here, or is not what it should be.
+        Reads its first page alone."""
+        directory = self.directory_of(block_id)
+        return None if directory is None else self._readers[directory].named(block_id)
 
     def find(self, block_id: bytes) -> bool:
         """Whether another server has stored a block that is not known here. Asks the disk."""

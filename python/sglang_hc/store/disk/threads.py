@@ -70,6 +70,7 @@ class DiskThreads:
         self._pool = pool
         self.capacity = store.capacity
         self.contains, self.touch, self.expect = store.contains, store.touch, store.expect
+        self.named = store.named
         self.counts = counts
         self._counted: Counter[str] = Counter()
         self._done: deque[BlockDone] = deque()
@@ -90,9 +91,9 @@ class DiskThreads:
     def hangs(self) -> bool:
         return not self._store.in_use()
 
-    def changes(self) -> Mapping[bytes, bool]:
+    def changes(self, *, anew: bool = False) -> Mapping[bytes, bool]:
         here = self._store.contains
-        return {name: bool(here([name])) for name in self._store.take_changes()}
+        return {name: bool(here([name])) for name in self._store.take_changes(anew=anew)}
 
     def look_up(self, ticket: int, block_ids: Sequence[bytes], deadline: float) -> None:
         """As in `LocalBlockIo`. While one takes too long nothing else is looked up."""

@@ -103,7 +103,7 @@ class RemoteStore:
     def contains(self, block_ids: Sequence[bytes]) -> int:
         return 0
 
-    def changes(self) -> Mapping[bytes, bool]:
+    def changes(self, *, anew: bool = False) -> Mapping[bytes, bool]:
         return {}
 
     def look_up(self, ticket: int, block_ids: Sequence[bytes], deadline: float) -> None:

@@ -19,7 +19,7 @@ from sglang_hc.tiers.trace import Served
 from sglang_hc.tools.simulator.costs import AGAIN, GpuCosts, MeasuredMachine
 from sglang_hc.tools.simulator.engine import Engine, Serving
 from sglang_hc.tools.simulator.measures import Measures
-from sglang_hc.tools.simulator.models import SERVER_LAYER_OVERHEAD, SimulatedModel
+from sglang_hc.tools.simulator.models import SERVER_HOST_WORK, SimulatedModel
 from sglang_hc.tools.simulator.tiers import TieredCache, TierSizes
 from sglang_hc.tools.workloads.recorded import Request, linked, session_of
 from sglang_hc.tools.workloads.sessions import Ids, Session, Workload
@@ -134,7 +134,7 @@ def _model(served: Served, machine: MeasuredMachine) -> SimulatedModel:
             f"record {served.slot_bytes}; {AGAIN}, with the flags of the server"
         )
     context = min(served.context, served.kv_tokens - BLOCK_TOKENS)
-    return SimulatedModel("record", None, layout, context, 1, SERVER_LAYER_OVERHEAD)
+    return SimulatedModel("record", None, layout, context, 1, SERVER_HOST_WORK)
 
 
 def _busy(requests: Sequence[Request]) -> list[_Period]:

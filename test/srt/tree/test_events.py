@@ -1,0 +1,331 @@
+"""KV events of a tree and its tiers over SGLang's own publisher, read as a router reads them."""
+
+from __future__ import annotations
+
+import atexit
+import socket
+import threading
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.disaggregation.kv_events import EventPublisherFactory
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
+from sglang.srt.mem_cache.events import KvEventLoraNames
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from benchmark.hooks.parts import CPU, cache_params, fill, scheduler_with, tiers_of
+from sglang_hc.restore.prerestored import PrerestoredBlocks
+from sglang_hc.srt.engine.streams import ComputeStream
+from sglang_hc.srt.tree.device_tree import readable
+from sglang_hc.srt.tree.events import Events
+from sglang_hc.srt.tree.tree_backend import HcRadixCache
+from sglang_hc.store.disk import DirectorySpec, DiskStore, StoredModel, Upkeep
+from sglang_hc.store.disk.directory import steady_time
+from sglang_hc.store.disk.threads import DiskThreads
+from sglang_hc.store.known_blocks import KnownBlocks
+from sglang_hc.store.lower_tier import LowerTier
+from sglang_hc.tiers.tiers import Tiers
+from sglang_hc.tree.forgetting import Forgetting
+from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.namespaces import Namespace
+from support.disk_store import store_of
+from support.kv_events import Ports, Subscriber, settled
+from support.prompts import prompt
+from support.router import Router, needs_router
+from support.waiting import until
+
+PAGE = 16
+
+
+def event_params() -> Any:
+    return replace(
+        cache_params(), page_size=PAGE, enable_kv_cache_events=True,
+        kv_event_lora_names=KvEventLoraNames(),
+    )  # fmt: skip
+
+
+class World:
+    """A tree whose events somebody reads."""
+
+    def __init__(
+        self, disk: object = None, ports: Ports | None = None,
+        changed: dict[str, bool] | None = None, **config: Any,
+    ) -> None:  # fmt: skip
+        """disk: a directory below host memory; None for none. ports: of a server that has ended.
+        changed: parameters of the tree. config: more of `--kv-events-config`."""
+        self.ports, self.counters = ports or Ports(**config), Counter[str]()
+        self.publisher = EventPublisherFactory.create(self.ports.flags[1])
+        params = replace(event_params(), **(changed or {}))
+        self.tiers = tiers_of(64)
+        if disk is not None:
+            self.tiers.disk = disk_below(self.tiers, str(disk))
+        events = Events(params, self.tiers.host, self.tiers.disk, self.counters)
+        self.tiers.residence = events.residence
+        own, compute = scheduler_with(0), ComputeStream(CPU)
+        own.event_publisher, own.requests = self.publisher, []
+        ahead = PrerestoredBlocks(params.token_to_kv_pool_allocator, self.tiers.restorer, compute)
+        self.tree = HcRadixCache(
+            readable(params, None), self.tiers, own, compute, ahead, events=events
+        )
+        self.scheduler = SimpleNamespace(
+            kv_events_publisher=SimpleNamespace(publish_kv_events=self.tree.take_events)
+        )
+        self.reader = Subscriber(self.ports)
+
+    def settle(self) -> None:
+        """For `kv_events.settled`, which takes this for an engine."""
+        if self.tiers.disk is not None:
+            self.tiers.disk.drain()
+
+    def say(self, tokens: list[int], namespace: str | None = None) -> None:
+        """A path comes to the device and to host memory."""
+        key = RadixKey(array("q", tokens), namespace)
+        self.tree.insert(InsertParams(key, torch.arange(len(tokens))))
+        fill(self.tiers, namespace, pack_tokens(tokens))
+        for node in self.tiers.host.tree.nodes() if self.tiers.disk is not None else ():
+            self.tiers.disk.write_through(node)
+
+    def agree(self) -> None:
+        settled(self, self.reader)
+
+    def close(self) -> None:
+        self.tree.events.close()
+        self.publisher.shutdown()
+        atexit.unregister(self.publisher.shutdown)
+        self.reader.close()
+        if self.tiers.disk is not None:
+            self.tiers.disk.close()
+
+
+def disk_below(tiers: Tiers, folder: str) -> LowerTier:
+    """A store of real files, whose upkeep is done by whoever calls `tick`."""
+    pool, counters = tiers.restorer.path.pool, Counter[str]()
+    fingerprint = tiers.host.tree.fingerprint
+    model = StoredModel.of(pool.layout.chunks(), fingerprint, "tiny")
+    spec = DirectorySpec(folder, 80 * model.file_bytes)
+    store = DiskStore.open([spec], model, Upkeep(background=False))
+    below = LowerTier(KnownBlocks(DiskThreads(store, pool, counters)), tiers.host)
+    below.named = store.named
+    return below
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World(buffer_steps=3)
+    yield made
+    made.close()
+
+
+def test_what_leaves_the_device_is_still_in_host_memory(world: World) -> None:
+    world.say(prompt(1, 200))
+    world.say([*prompt(1, 100), *prompt(2, 100)])
+    world.agree()
+    assert world.reader.held["GPU"] and world.reader.held["CPU_PINNED"]
+    world.tree.evict(EvictParams(num_tokens=1000))
+    world.agree()
+    assert not world.reader.held["GPU"] and not world.reader.lost_from_device
+    world.tiers.host.evict(3, 0.0)
+    world.agree()
+    assert world.reader.held["CPU_PINNED"] and world.reader.events["AllBlocksCleared"] == 1
+
+
+def test_a_flush_is_told_from_nothing(world: World) -> None:
+    world.say(prompt(1, 200))
+    world.agree()
+    world.tree.reset()
+    world.agree()
+    assert world.reader.events["AllBlocksCleared"] == 2
+
+
+def test_who_asks_for_more_than_is_remembered_gets_all_that_there_is(world: World) -> None:
+    for seed in range(8):
+        world.say(prompt(seed, 100))
+        world.agree()
+    late = Subscriber(world.ports)
+    late.catch_up()
+    settled(world, late)
+    assert late.events["AllBlocksCleared"] and world.counters["kv_event_snapshots"] == 1
+    late.close()
+
+
+def test_nobody_waits_for_a_publisher_that_hangs(world: World) -> None:
+    """A batch without room is dropped; when there is room again, all that there is follows."""
+    world.agree()
+    gate, announcer = threading.Event(), world.tree.events._announcer
+    announcer.publisher = SimpleNamespace(
+        publish=lambda batch: gate.wait() and world.publisher.publish(batch)
+    )
+    announcer._queue.maxsize = 2
+    for seed in range(8):
+        world.say(prompt(seed, 100))
+        world.tree.take_events()
+    assert world.counters["kv_event_batches_dropped"]
+    gate.set()
+    world.agree()
+    assert world.reader.events["AllBlocksCleared"] > 1
+
+
+def test_after_an_error_all_is_told_anew(world: World) -> None:
+    world.say(prompt(1, 100))
+    world.agree()
+    announcer = world.tree.events._announcer
+    announcer.publisher = SimpleNamespace()
+    world.say(prompt(2, 100))
+    until(lambda: world.counters["kv_event_errors"], world.tree.take_events)
+    announcer.publisher = world.publisher
+    world.agree()
+    assert world.reader.events["AllBlocksCleared"] > 1
+
+
+def test_what_is_forgotten_while_it_is_in_use_is_told_gone(world: World) -> None:
+    name = Namespace(key="k").pack()
+    world.say(prompt(1, 128), name)
+    world.agree()
+    (leaf,) = [node for node in world.tree.nodes() if not node.children]
+    lock = world.tree.lock(leaf.id)
+    world.tree.forget(Forgetting(name), lambda answer: None)
+    until(lambda: not any(world.reader.held.values()), lambda: read_on(world))
+    world.tree.unlock(lock)
+    world.tree.evict(EvictParams(num_tokens=1000))
+    world.agree()
+
+
+def read_on(world: World) -> None:
+    world.tree.take_events()
+    world.reader.read()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{}, {"dynamo_kv_event_format": True}, {"is_eagle": True}],
+    ids=["", "dynamo", "drafts"],
+)
+def test_the_device_is_told_as_by_sglang(changed: dict[str, bool]) -> None:
+    """With salts and keys of clients, and keys that count pairs of tokens."""
+    world, tokens, seen = World(changed=changed), prompt(1, 65), list[Any]()
+    stock = UnifiedRadixCache(readable(replace(event_params(), **changed), None))
+    assert (world.tiers.residence is None) == ("is_eagle" in changed)
+    world.publisher.publish = lambda batch: seen.extend(batch.events)
+    for salt, key in ((None, None), ("s", None), (None, "k"), ("s", "k")):
+        ours = RadixKey(array("q", tokens), Namespace(salt, key).pack())
+        theirs = RadixKey(array("q", tokens), key, cache_salt=salt)
+        world.tree.insert(InsertParams(ours, torch.arange(65)))
+        stock.insert(InsertParams(theirs, torch.arange(65)))
+        until(lambda: stored_on_device(seen), world.tree.take_events)
+        (mine,) = stored_on_device(seen)
+        assert mine == stock.take_events()[-1] and len(mine.block_hashes) == 4
+        seen.clear()
+    world.close()
+
+
+def test_a_restart_is_a_gap_for_those_who_listen_on(tmp_path: Path) -> None:
+    first = World(tmp_path)
+    first.say(prompt(1, 200))
+    first.agree()
+    reader, before = first.reader, first.reader.replays
+    left = reader.held["DISK"].copy()
+    first.publisher.shutdown()
+    until(lambda: are_free(first.ports))  # sockets are closed by a thread
+    second, seeds = World(tmp_path, first.ports), count(2)
+
+    def go_on() -> None:
+        """Until the listener is connected again."""
+        second.say(prompt(next(seeds), 64))
+        read_on(second)
+        reader.read()
+
+    until(lambda: reader.replays > before, go_on, pause=0.05)
+    settled(second, reader)
+    assert left <= reader.held["DISK"] and not left & reader.held["CPU_PINNED"]
+    first.tiers.disk.close()
+    second.close()
+    reader.close()
+
+
+def are_free(ports: Ports) -> bool:
+    for port in (ports.events, ports.replays):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("0.0.0.0", port))
+            except OSError:
+                return False
+    return True
+
+
+def stored_on_device(events: list[Any]) -> list[Any]:
+    return [one for one in events if getattr(one, "token_ids", None) and one.medium == "GPU"]
+
+
+def test_a_restarted_server_announces_what_its_disk_holds(tmp_path: Path) -> None:
+    """And what fills and empties the disk meanwhile: another server, eviction, the clearing of
+    everything."""
+    first = World(tmp_path)
+    first.say(prompt(1, 200))
+    first.agree()
+    left = first.reader.held["DISK"].copy()
+    assert len(left) == 3 * 64 // PAGE
+    second = World(tmp_path)
+    second.agree()
+    assert second.reader.held["DISK"] == left and not second.reader.held["CPU_PINNED"]
+
+    second.say([*prompt(1, 128), *prompt(2, 128)])
+    second.agree()
+    for world in (first, second):
+        clock = store_of(world).directories[0]
+        clock.clock = lambda: steady_time() + 60.0
+        store_of(world).tick()
+    first.agree()
+    assert first.reader.held["DISK"] == second.reader.held["DISK"] > left
+
+    for seed in range(3, 60):
+        second.say(prompt(seed, 128))
+        second.settle()
+        second.tiers.host.evict(60, 0.0)
+    second.agree()
+    assert len(second.reader.held["DISK"]) == 4 * 80
+    second.tree.clear_storage_backend()
+    second.agree()
+    assert not second.reader.held["DISK"]
+    first.close()
+    second.close()
+
+
+@pytest.mark.slow
+def test_a_published_router_follows_a_prefix_through_the_tiers(tmp_path: Path) -> None:
+    """Of two replicas it chooses the one that has it, in whichever tier; in the nearest it counts
+    most."""
+    needs_router()
+    worlds = [World(tmp_path / str(number)) for number in (0, 1)]
+    tokens = prompt(1, 128)
+    with Router(tmp_path / "log") as router:
+        for number, world in enumerate(worlds):
+            router.register(
+                "tiers", number, world.ports.address(), world.ports.replay_address(), PAGE
+            )
+        worlds[1].say(tokens)
+
+        def found(tier: str, blocks: int) -> None:
+            worlds[1].agree()
+            until(lambda: router.known("tiers", tokens)[1][tier] == blocks, pause=0.02)
+            assert router.choose("tiers", tokens) == 1
+
+        found("device_blocks", 8)
+        worlds[1].tree.evict(EvictParams(num_tokens=1000))
+        found("device_blocks", 0)
+        found("host_pinned_extension_blocks", 8)
+        worlds[1].tiers.host.evict(60, 0.0)
+        found("host_pinned_extension_blocks", 0)
+        found("disk_extension_blocks", 8)
+        assert router.known("tiers", tokens)[0]["disk_blocks"] == 0
+    for world in worlds:
+        world.close()
