@@ -14,7 +14,8 @@ first token of a conversation that has left it, restored and recomputed.
 
 With --link-gbps copies from host memory pass a token bucket (harness/throttled.py), which runs
 beside the computation as a GPU's link does. Passes are then timed by what their thread computes and
-what it waits for the link, because other work on a shared machine slows the one and not the other.
+what it waits for the link, because other work on a shared machine slows the one and not the other;
+that the thread copies the bytes too is left out, because a GPU's copy engines do that.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import torch
 
 from benchmark import ROOT
 from benchmark.gpu.settings import SHAPES, make_shape, rehearsal
@@ -65,13 +68,38 @@ class OwnTime:
     what it would wait for the link."""
 
     def __init__(self) -> None:
-        self._waited = 0.0
+        self._more = 0.0
 
     def __call__(self) -> float:
-        return time.thread_time() + self._waited
+        return time.thread_time() + self._more
 
     def wait(self, seconds: float) -> None:
-        self._waited += seconds
+        self._more += seconds
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """What is done inside takes no time."""
+        begin = time.thread_time()
+        yield
+        self._more -= time.thread_time() - begin
+
+
+class OwnLink(ThrottledCopyStream):
+    """A link on such a clock, which copies by itself."""
+
+    def __init__(self, bytes_per_s: float, own: OwnTime) -> None:
+        super().__init__(bytes_per_s, own, own.wait)
+        self._own = own
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with self._own.left_out():
+            super().copy(target, source)
+
+    def opposite(self) -> ThrottledCopyStream:
+        if self._opposite is None:
+            self._opposite = OwnLink(self.bytes_per_s, self._own)
+            self._opposite._opposite = self
+        return self._opposite
 
 
 @contextlib.contextmanager
@@ -85,8 +113,7 @@ def link_of(bytes_per_s: float | None, own: OwnTime | None) -> Iterator[None]:
     from sglang_hc.srt.model import offload, scratch_layer
     from sglang_hc.srt.start import build
 
-    clock = (own, own.wait) if own is not None else ()
-    link = ThrottledCopyStream(bytes_per_s, *clock)
+    link = ThrottledCopyStream(bytes_per_s) if own is None else OwnLink(bytes_per_s, own)
     with contextlib.ExitStack() as patches:
         for module in (streamed, offload, scratch_layer, build):
             patches.enter_context(mock.patch.object(module, "copy_stream_for", lambda *_: link))
