@@ -1,13 +1,15 @@
 """Passes with state in host memory, by the share of tokens that are kept as hidden states.
 
-    python -m benchmark.throughput.shares --link-gbps 0.4 --json OUT    # a CPU, a throttled link
+    sglang-hc profile --model models/demo --output PROFILE -- --load-format dummy
+    python -m benchmark.throughput.shares --link-gbps 0.4 --profile PROFILE --json OUT    # a CPU
     python -m benchmark.throughput.shares --shape llama-2-13b --shares 0,0.5,1    # a GPU
     python -m benchmark.throughput.shares --rehearse
 
 Each share is an engine of its own (`--hc-throughput act:SHARE`), with all weights in host memory;
 so is the share that `best_split` (policy/hybrid.py) finds for these requests by the costs that the
-server measured. A pass brings all requests one token, and is timed from one iteration of the
-scheduler's loop to the next while all of them decode.
+server measured, and with --profile by decode steps that `sglang-hc profile` has timed, as in a
+server with --hc-profile. A pass brings all requests one token, and is timed from one iteration of
+the scheduler's loop to the next while all of them decode.
 
 The arm `offload` is `--hc-offload-gb` alone: the same passes with state on the device, and the
 first token of a conversation that has left it, restored and recomputed.
@@ -48,8 +50,10 @@ from benchmark.harness.cells import CellFile, rounded
 from benchmark.harness.core import FREE_LOADING
 from benchmark.harness.report import Table
 from benchmark.harness.throttled import ThrottledCopyStream
+from sglang_hc.errors import ConfigError
 from sglang_hc.policy.hybrid import best_split
 from sglang_hc.policy.streamed_pass import Load, StreamedModel
+from sglang_hc.profile_file import read_profile
 
 ELEVEN = ",".join(f"{tenth / 10:g}" for tenth in range(11))
 OFFLOAD, PLANNED = "offload", "planned"
@@ -182,6 +186,15 @@ def _returning(core: Any, history: list[int], drawn: Any) -> dict[str, float]:
     return found
 
 
+def decode_reads(profile: str) -> float:
+    """Seconds to read K and V of a token in a decode step. Raises ConfigError for a profile that a
+    server has written, which has none."""
+    step = read_profile(profile).step
+    if step is None:
+        raise ConfigError(f"--profile {profile}: no decode steps; give one of sglang-hc profile")
+    return step.per_context
+
+
 def planned_share(model: StreamedModel, load: Load) -> float:
     """What `best_split` finds where all weights cross and nothing stays on the device."""
     split = best_split(model, load, 1, most_resident=0, most_on_device=0)
@@ -230,6 +243,7 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=1, help="engines of each share, in turns")
     parser.add_argument("--link-gbps", type=float, help="of the token bucket, 1e9 bytes/s")
+    parser.add_argument("--profile", help="of `sglang-hc profile`, for its decode steps")
     parser.add_argument("--server-args", default="", help="further SGLang flags")
     parser.add_argument("--models", type=Path, default=ROOT / "models", help="where shapes go")
     parser.add_argument("--cells", type=Path, help="keep every engine's times in this file")
@@ -265,6 +279,8 @@ def main(words: Sequence[str] | None = None) -> int:
     asked = run(file, f"{name}/costs", {**case, "arm": HALF})
     if asked is None:
         return 1
+    if args.profile is not None:
+        asked["model"]["read_kv"] = decode_reads(args.profile)
     share = planned_share(StreamedModel(**asked["model"]), load)
     arms = {one: one for one in args.shares.split(",")} | {PLANNED: str(share)}
     if args.link_gbps is None:

@@ -76,8 +76,8 @@ class CostModel:
     pass_tokens: of a prompt in one pass at most; None for all of it. It counts with `weights` only.
     step: of a decode step, a layer's share of all of it. passes: of a pass over prompts, a layer's
     share of all of it. head: what a pass over prompts takes outside of the layers, where that is
-    known apart: embedding, LM head, scheduler. shape: of the model. Only the simulator asks for
-    these, and only `sglang-hc profile` measures them.
+    known apart: embedding, LM head, scheduler. shape: of the model. Only `sglang-hc
+    profile` measures these, for the simulator and for plans of streamed state.
     plan: the layer plan that was chosen by these costs, so that the next start keeps it while it is
     good: blocks under another plan are not found. None before it was chosen.
 

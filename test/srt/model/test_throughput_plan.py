@@ -13,7 +13,7 @@ import torch
 from sglang_hc.config import GIB, HcConfig
 from sglang_hc.forms import StateShape
 from sglang_hc.policy.correction import Resource
-from sglang_hc.policy.fit import Fit
+from sglang_hc.policy.fit import Fit, StepFit
 from sglang_hc.policy.streamed_pass import ROUND_SECONDS
 from sglang_hc.policy.streaming import ThroughputSpec
 from sglang_hc.srt.model import offload, scratch_layer, throughput_plan
@@ -84,6 +84,13 @@ def test_costs_are_those_that_were_measured() -> None:
     assert model.active == 0.25 and model.read_w * model.active == pytest.approx(5e-3)
     assert model.per_round == ROUND_SECONDS + 7e-5
     assert model.outside == pytest.approx(model.read_w * 1000 * 512 / LAYER)
+
+
+def test_decode_steps_that_a_profile_has_timed_count() -> None:
+    """Attention of a step may read K and V more slowly than that of a prompt does."""
+    timed = replace(COSTS, step=StepFit(Fit(1e-3, 1e-4), per_context=3e-8))
+    found = throughput_plan._setting(RUNNER, ThroughputSpec(), timed, WEIGHTS, None).served
+    assert found == replace(setting().served, read_kv=3e-8)
 
 
 def test_learned_factors_count() -> None:

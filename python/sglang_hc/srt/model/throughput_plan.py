@@ -158,7 +158,7 @@ def _streamed_model(
         load_act=load_kv * hidden / shape.kv_bytes,
         kv_gen=kv_gen,
         read_w=read_w,
-        read_kv=prefill.per_context,
+        read_kv=prefill.per_context if cost.step is None else cost.step.per_context,
         per_new=max(LEAST, prefill.per_token),
         per_pair=prefill.per_pair,
         per_round=ROUND_SECONDS + (0.0 if project is None else project.floor),
