@@ -6,6 +6,7 @@ Weights really pass through the ring, late and into places full of NaN (`support
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 
 from sglang_hc.device.weight_ring import WeightRing
 from sglang_hc.profile_file import encode
-from support.core import Core, Once, run_in_child
+from support import quantised
+from support.core import MODELS, Core, Once, run_in_child
 from support.offloading import (
     ALL,
     SOME,
@@ -67,6 +69,22 @@ def test_kv_form_is_bit_exact_in_bfloat16(models: None, once: Once, model: str) 
     wanted: Told = run_in_child(kept, model, "bfloat16")
     found: Told = run_in_child(offloaded, model, "bfloat16", "kv", SOME)
     assert found.replies == wanted.replies == plain.replies
+    assert all(map(np.array_equal, wanted.rows, found.rows)) and len(found.rows) == 8
+
+
+def of_8_bits(run: Callable[..., Told], folder: str, *args: object) -> Told:
+    quantised.use()
+    return run(folder, "bfloat16", *args, "--quantization", "w8a8_int8")
+
+
+@pytest.mark.slow
+def test_quantised_weights_pass_through_the_ring_too(models: None, tmp_path: Path) -> None:
+    """Whole numbers and their scales, which SGLang lays out anew behind the load."""
+    folder = str(quantised.make(MODELS / "llama-gqa", tmp_path / "llama-int8"))
+    wanted = run_in_child(of_8_bits, kept, folder)
+    found = run_in_child(of_8_bits, offloaded, folder, "kv", SOME, WeightRing)
+    assert found.hosted == [0, 1, 2]
+    assert found.replies == wanted.replies
     assert all(map(np.array_equal, wanted.rows, found.rows)) and len(found.rows) == 8
 
 
