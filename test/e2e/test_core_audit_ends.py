@@ -32,11 +32,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 class Told(NamedTuple):
     """Of a conversation that left the device between its turns: whether the second reply came from
-    host memory, what was counted behind its audit, which forms were said to be wrong, and the same
-    turn again, behind all that."""
+    host memory, what was counted behind its audit, tokens that the device had of it then, which
+    forms were said to be wrong, and the same turn again, behind all that."""
 
     restored: int
     counts: dict[str, int]
+    on_device: int
     wrong: list[str]
     second: list[int]
     again: list[int]
@@ -60,11 +61,11 @@ def audited(
     if spoil is not None:
         spoil(core)
     second = core.ask(kind.history(first), 24)
-    counts = audit_all(core)
+    counts, on_device = audit_all(core), len(core.slots(kind.history(first)))
     core.evict()
     again = core.ask(kind.history(first), 24)
     audit_all(core)
-    return Told(second.host, counts, wrong, second.tokens, again.tokens, again.host)
+    return Told(second.host, counts, on_device, wrong, second.tokens, again.tokens, again.host)
 
 
 @pytest.mark.slow
@@ -115,3 +116,4 @@ def test_what_is_wrong_leaves_with_all_that_was_computed_behind_it(
     assert found.counts["audit_differences"] >= 1
     assert f"what its tokens give: {form} form" in found.wrong[0]
     assert found.again == right.second and found.restored_again < 320
+    assert found.on_device < 320 <= right.on_device

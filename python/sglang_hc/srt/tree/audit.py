@@ -160,12 +160,12 @@ class Audit:
     def step(self, tree: Any) -> bool:
         """One chunk of an audit. The server is idle. Returns whether there was one. tree: the
         `HcRadixCache`, which gives device slots, and loses what is wrong."""
-        if self._pass is None:
-            self._begin(tree)
-        if self._pass is None:
-            return False
-        audit, stop = self._pass, self._end_of_pass(self._pass)
         try:
+            if self._pass is None:
+                self._begin(tree)
+            if self._pass is None:
+                return False
+            audit, stop = self._pass, self._end_of_pass(self._pass)
             audit.room.pair(audit.done, stop)
             with self._compute.entered():
                 self._advance(audit, stop, tree)
@@ -178,12 +178,12 @@ class Audit:
     def _begin(self, tree: Any) -> None:
         """Begin with the oldest sample that can be audited."""
         while self._samples and self._pass is None:
-            sample = self._samples.popleft()
+            sample, room = self._samples[0], None
             there = [node for _, node in sample.blocks if node.ready]
-            room = None
             if there and self._model.has_adapter(sample.adapter):
                 tokens = unpack_tokens(b"".join(node.tokens for node in there[-1].path()))
                 room = AuditRoom.taken(tree, len(tokens), self._chunk)
+            self._samples.popleft()
             if room is None:
                 self._give_up(sample)
             else:

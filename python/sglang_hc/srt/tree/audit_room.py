@@ -45,14 +45,15 @@ class AuditRoom:
             slots = tree.allocate(count)
         if slots is None:
             return None
-        room = cls(tree, slots, second, None)
+        room, state = cls(tree, slots, second, None), None
         if tree.states is None:
             return room
-        state = tree.states.allocate(tree)
-        if state is None:
-            room.give_back()
-            return None
-        return cls(tree, slots, second, state)
+        try:
+            state = tree.states.allocate(tree)
+        finally:
+            if state is None:
+                room.give_back()
+        return None if state is None else cls(tree, slots, second, state)
 
     @property
     def held(self) -> Freed:

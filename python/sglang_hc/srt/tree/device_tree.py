@@ -191,15 +191,19 @@ class DeviceTree(SglangTree):
 
     def _drop_from(self, key: RadixKey, before: int) -> None:
         """Take out the node of a path that has the token behind `before`, with all below it, but
-        for what is locked."""
-        passed = 0
-        for top in self.path_of(key):
-            passed += len(top.key)
-            if passed > before:
-                for node in _leaves_first([top]):
-                    if not _is_locked(node):
-                        self.remove(node.id)
-                return
+        for what is locked. The path may end inside that node."""
+        key, above, passed = key.page_aligned(self.page_size), self.node(self.root_node_handle()), 0
+        for node in self.path_of(key):
+            if passed + len(node.key) > before:
+                break
+            above, passed = node, passed + len(node.key)
+        rest = key[passed:]
+        top = above.children.get(rest.child_key(self.page_size)) if len(rest) else None
+        if top is None or passed + top.key.match(rest, self.page_size) <= before:
+            return
+        for node in _leaves_first([top]):
+            if not _is_locked(node):
+                self.remove(node.id)
 
     def forget_namespaces(self, names: Callable[[str | None], bool], hidden: str) -> int:
         """Of the namespaces that are named, take out what no request uses, and give the rest the
