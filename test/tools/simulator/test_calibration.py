@@ -216,6 +216,7 @@ def test_the_last_turns_are_one_where_they_are_few() -> None:
         ({"slot_bytes": 64}, {}, "and the server of the record 64"),
         ({"restore": "always"}, {}, "--hc-restore always, which is not simulated"),
         ({"remote": True}, {}, "--hc-remote, which is not simulated"),
+        ({"write": "some"}, {}, "must be all, second-use, or bytes a day"),
         ({"kv_tokens": 0}, {}, "kv_tokens"),
     ],
 )
@@ -252,6 +253,27 @@ def test_records_that_say_too_little_are_refused(
     assert "old:1" in refused(words)
     assert "no such file" in refused(["calibrate", "--record", "/nowhere", "--profile", words[-1]])
     assert "--tolerance" in refused([*words, "--tolerance", "-1"])
+
+
+def test_a_record_in_which_no_time_passes_is_outside(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    still = [request._replace(arrived=0.0, first=0.0, ended=0.0) for request in APART]
+    assert main(write(tmp_path / "t.jsonl", SERVED, still)) == 1
+    assert "outside of 0.2: throughput" in capsys.readouterr().out
+
+
+def test_what_the_server_did_not_write_is_computed_again() -> None:
+    """`--hc-write second-use` writes nothing before something was used again: turns that left host
+    memory find nothing on disk."""
+    talks = load([(20.0 * talk, [300, 40]) for talk in range(12)], pause=300.0)
+
+    def second_turns(write: str) -> float:
+        served = structs.replace(SERVED, host_slots=6, write=write)
+        times = replay(talks, served, MeasuredMachine(COST, "profile.json")).times
+        return sum(one.simulated for one in times if one.request.arrived >= 300.0)
+
+    assert second_turns("second-use") > 2 * second_turns("all")
 
 
 def test_on_a_cpu_a_first_token_is_told_behind_the_next_pass() -> None:
