@@ -40,7 +40,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -87,10 +87,10 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     disk_slots: Count = 0
     slot_bytes: Count = 0
     layer_plan: str = ""
-    eviction: str = "none"
-    prefetch: str = "off"
-    schedule: str = "off"
-    restore: str = "cost"
+    eviction: Literal["none", "queue", "lru"] = "none"
+    prefetch: Literal["queue", "on-arrival", "off"] = "off"
+    schedule: Literal["off", "ready-first"] = "off"
+    restore: Literal["cost", "always"] = "cost"
     write: str = "all"
     remote: bool = False
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import structs, to_builtins
+from msgspec import convert, structs, to_builtins
 
+from sglang_hc.config import FLAGS
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit, StepFit
@@ -218,6 +219,7 @@ def test_the_last_turns_are_one_where_they_are_few() -> None:
         ({"remote": True}, {}, "--hc-remote, which is not simulated"),
         ({"write": "some"}, {}, "must be all, second-use, or bytes a day"),
         ({"kv_tokens": 0}, {}, "kv_tokens"),
+        ({"eviction": "fifo"}, {}, "'fifo' - at `$.eviction`"),
     ],
 )
 def test_files_that_do_not_fit_together_are_one_sentence(
@@ -232,6 +234,13 @@ def test_files_that_do_not_fit_together_are_one_sentence(
     assert main(words) == 2
     error = capsys.readouterr().err.strip()
     assert says in error and "\n" not in error and error.startswith("sglang-hc calibrate: --re")
+
+
+@pytest.mark.parametrize("name", ["eviction", "prefetch", "schedule", "restore"])
+def test_a_record_may_say_each_choice_of_an_option(name: str) -> None:
+    for choice in FLAGS[name].choices or ():
+        values = to_builtins(structs.replace(SERVED, **{name: choice}))
+        assert to_builtins(convert(values, Served)) == values
 
 
 def test_records_that_say_too_little_are_refused(
