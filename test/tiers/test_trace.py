@@ -97,6 +97,8 @@ def test_a_request_is_admitted_with_what_it_was_last_matched_with(tmp_path: Path
     recorder.admitted(one, 60, 20)  # it decodes
     recorder.answered(one)
     recorder.answered(one)  # its second token
+    recorder.arrived(one, Prefix(None, b""))  # it was retracted
+    recorder.answered(one)
     recorder.gone(other)
     recorder.matched(unknown, 1, 1)  # of a self-test, which is nobody's load
     recorder.passed_over(unknown)
@@ -112,7 +114,7 @@ def test_a_request_is_admitted_with_what_it_was_last_matched_with(tmp_path: Path
         {"op": "gone", "t": 0.0, "req": 1},
         {"op": "end", "t": 0.0},
     ]
-    assert recorder.stats() == {"trace_events": 7, "trace_dropped": 0}
+    assert recorder.stats() == {"trace_events": 8, "trace_dropped": 0}
 
 
 def test_a_writer_that_is_behind_costs_events_and_says_where(

@@ -40,7 +40,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -87,10 +87,11 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     disk_slots: Count = 0
     slot_bytes: Count = 0
     layer_plan: str = ""
-    eviction: str = "none"
-    prefetch: str = "off"
-    schedule: str = "off"
-    restore: str = "cost"
+    eviction: Literal["none", "queue", "lru"] = "none"
+    prefetch: Literal["queue", "on-arrival", "off"] = "off"
+    schedule: Literal["off", "ready-first"] = "off"
+    restore: Literal["cost", "always"] = "cost"
+    write: str = "all"
     remote: bool = False
 
 
@@ -185,7 +186,7 @@ class Recorder:
 
     def arrived(self, request: Serial, prompt: Prefix) -> None:
         """A request with this prompt was queued, or queued again."""
-        self._open[request] = False
+        self._open.setdefault(request, False)
         self._note("arrive", req=request, path=prompt)
 
     def matched(self, request: Serial, on_device: int, hit: int) -> None:
@@ -209,7 +210,7 @@ class Recorder:
             self._note("admit", req=request, **match, restored=restored, disk=from_disk)
 
     def answered(self, request: Serial) -> None:
-        """The request has a token; the first one that it has since it was queued counts."""
+        """The request has a token; only its first one counts, also when it was queued again."""
         if self._open.get(request) is False:
             self._open[request] = True
             self._note("first", req=request)

@@ -11,15 +11,18 @@ from typing import NamedTuple
 import pytest
 from sglang.srt.arg_groups import overrides
 from sglang.srt.configs import model_config
+from sglang.srt.configs.spark2_5 import Spark2_5Config
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 from sglang.srt.mem_cache.memory_pool import MiniMaxSparseKVPool
 from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
 from sglang.srt.models.registry import ModelRegistry
 
+from scripts.make_tiny_models import Family
 from sglang_hc.srt.model.families import FAMILIES
 from sglang_hc.srt.model.kv_pool import KvPoolRows, UnsupportedPool
 from sglang_hc.srt.model.recompute import RECOMPUTED
 from sglang_hc.srt.model.window_pool import full_attention
+from support import state_model, window_configs, window_model
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "models.md").read_text()
@@ -63,9 +66,10 @@ NAMED = [(name, row) for row in ROWS for name in row.named]
 
 
 def has_windows(name: str) -> bool:
-    """In a pool of their own."""
+    """In a pool of their own; of some architectures their config says so."""
     config = SimpleNamespace(sliding_window=128, layer_types=["sliding_attention"])
-    return bool(model_config.is_hybrid_swa_model([name], config))
+    own = Spark2_5Config() if name in Spark2_5Config.architectures else config
+    return bool(model_config.is_hybrid_swa_model([name], own))
 
 
 def has_states(name: str) -> bool:
@@ -116,5 +120,24 @@ def test_pools_of_other_kinds_are_refused(pool: type) -> None:
 def test_each_row_names_a_test_that_is_there() -> None:
     for row in ROWS:
         files = re.findall(r"`(test/[\w/.]+)`", row.test)
-        assert files or row.test.startswith("not checked, unless named [below]"), row.kind
-        assert all((ROOT / file).is_file() for file in files), row.test
+        assert (row.test == "none") == row.kind.endswith(", not checked"), row.kind
+        assert bool(files) == (row.test != "none") and all((ROOT / one).is_file() for one in files)
+
+
+def architecture(family: Family) -> str:
+    """Of its checkpoints."""
+    return family.config_class.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
+
+
+SERVED = {
+    "state": {architecture(one) for one in state_model.MODELS.values()},
+    "window": {architecture(one) for one in window_model.MODELS.values()},
+    "window_models": {one["architectures"][0] for one in window_configs.CONFIGS.values()},
+}
+"""Of windows and recurrent layers: by its name, what a test serves."""
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_a_test_serves_is_in_its_row(name: str) -> None:
+    file = f"`test/e2e/test_core_{name}.py`"
+    assert {one for one, row in NAMED if row.test == file} == SERVED[name]

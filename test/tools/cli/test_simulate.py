@@ -279,7 +279,7 @@ def test_the_error_of_a_sample_is_said_and_the_cheapest_row_has_none(capsys, mon
     assert answer["searched_turns"] == 150 < answer["turns"]
     row = answer["rows"][0]
     errors = [row["sample_error"] for row in answer["rows"] if row["sample_error"]]
-    assert row["meets"] and row["sample_error"] in errors and len(errors) == 2
+    assert row["meets"] and row["sample_error"] in errors
     assert max(error["dram"] for error in errors) > 0.05
     assert not row["sample_error"]["at_least"]
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import structs, to_builtins
+from msgspec import convert, structs, to_builtins
 
+from sglang_hc.config import FLAGS
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit, StepFit
@@ -216,7 +217,9 @@ def test_the_last_turns_are_one_where_they_are_few() -> None:
         ({"slot_bytes": 64}, {}, "and the server of the record 64"),
         ({"restore": "always"}, {}, "--hc-restore always, which is not simulated"),
         ({"remote": True}, {}, "--hc-remote, which is not simulated"),
+        ({"write": "some"}, {}, "must be all, second-use, or bytes a day"),
         ({"kv_tokens": 0}, {}, "kv_tokens"),
+        ({"eviction": "fifo"}, {}, "'fifo' - at `$.eviction`"),
     ],
 )
 def test_files_that_do_not_fit_together_are_one_sentence(
@@ -231,6 +234,13 @@ def test_files_that_do_not_fit_together_are_one_sentence(
     assert main(words) == 2
     error = capsys.readouterr().err.strip()
     assert says in error and "\n" not in error and error.startswith("sglang-hc calibrate: --re")
+
+
+@pytest.mark.parametrize("name", ["eviction", "prefetch", "schedule", "restore"])
+def test_a_record_may_say_each_choice_of_an_option(name: str) -> None:
+    for choice in FLAGS[name].choices or ():
+        values = to_builtins(structs.replace(SERVED, **{name: choice}))
+        assert to_builtins(convert(values, Served)) == values
 
 
 def test_records_that_say_too_little_are_refused(
@@ -252,6 +262,27 @@ def test_records_that_say_too_little_are_refused(
     assert "old:1" in refused(words)
     assert "no such file" in refused(["calibrate", "--record", "/nowhere", "--profile", words[-1]])
     assert "--tolerance" in refused([*words, "--tolerance", "-1"])
+
+
+def test_a_record_in_which_no_time_passes_is_outside(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    still = [request._replace(arrived=0.0, first=0.0, ended=0.0) for request in APART]
+    assert main(write(tmp_path / "t.jsonl", SERVED, still)) == 1
+    assert "outside of 0.2: throughput" in capsys.readouterr().out
+
+
+def test_what_the_server_did_not_write_is_computed_again() -> None:
+    """`--hc-write second-use` writes nothing before something was used again: turns that left host
+    memory find nothing on disk."""
+    talks = load([(20.0 * talk, [300, 40]) for talk in range(12)], pause=300.0)
+
+    def second_turns(write: str) -> float:
+        served = structs.replace(SERVED, host_slots=6, write=write)
+        times = replay(talks, served, MeasuredMachine(COST, "profile.json")).times
+        return sum(one.simulated for one in times if one.request.arrived >= 300.0)
+
+    assert second_turns("second-use") > 2 * second_turns("all")
 
 
 def test_on_a_cpu_a_first_token_is_told_behind_the_next_pass() -> None:

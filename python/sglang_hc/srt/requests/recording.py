@@ -43,6 +43,7 @@ def served_with(
         prefetch=config.prefetch,
         schedule=config.schedule,
         restore=config.restore,
+        write=config.write,
         remote=config.remote is not None,
     )
 

@@ -106,8 +106,8 @@ def compared(record: Record, machine: MeasuredMachine) -> Calibration:
     ordered = sorted(replayed.times, key=lambda times: times.request.arrived)
     return Calibration(
         (_compared(ALL, ordered), *(_compared(*turn) for turn in _by_turn(ordered))),
-        tokens / replayed.measured_busy,
-        tokens / replayed.simulated_busy,
+        tokens / max(replayed.measured_busy, 1e-9),
+        tokens / max(replayed.simulated_busy, 1e-9),
         left_out,
     )
 

@@ -20,7 +20,7 @@ from sglang_hc.tools.simulator.costs import AGAIN, GpuCosts, MeasuredMachine
 from sglang_hc.tools.simulator.engine import Engine, Serving
 from sglang_hc.tools.simulator.measures import Measures
 from sglang_hc.tools.simulator.models import SERVER_HOST_WORK, SimulatedModel
-from sglang_hc.tools.simulator.tiers import TieredCache, TierSizes
+from sglang_hc.tools.simulator.tiers import TieredCache, TierSizes, admission_of
 from sglang_hc.tools.workloads.recorded import Request, linked, session_of
 from sglang_hc.tools.workloads.sessions import Ids, Session, Workload
 from sglang_hc.tree.identity import TOKEN_BYTES
@@ -86,7 +86,13 @@ def replay(requests: Sequence[Request], served: Served, machine: MeasuredMachine
     sizes = TierSizes(
         served.kv_tokens // BLOCK_TOKENS, served.host_slots, served.disk_slots, shared=True
     )
-    cache = TieredCache(sizes, costs, policy=served.eviction, prefetch=served.prefetch)
+    cache = TieredCache(
+        sizes,
+        costs,
+        policy=served.eviction,
+        prefetch=served.prefetch,
+        admission=admission_of(served.write, model.slot_bytes),
+    )
     periods = list(_busy(requests))
     sessions = [_session(talk, period.begin) for period in periods for talk in period.talks]
     serving = Serving(

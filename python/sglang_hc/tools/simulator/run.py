@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import POLICIES
-from sglang_hc.policy.writing import WriteAdmission, WriteRule
 from sglang_hc.queue.lookahead import EVICTION_STRETCH
 from sglang_hc.tools.simulator.clairvoyant import BeladyPolicy, Oracle, replay
 from sglang_hc.tools.simulator.costs import ATTENTIONSTORE_MACHINE, AnyMachine, GpuCosts
@@ -17,7 +16,7 @@ from sglang_hc.tools.simulator.engine import Engine, Event, Serving
 from sglang_hc.tools.simulator.jobs import Overflow
 from sglang_hc.tools.simulator.measures import Measures
 from sglang_hc.tools.simulator.models import SimulatedModel
-from sglang_hc.tools.simulator.tiers import TieredCache, TierSizes
+from sglang_hc.tools.simulator.tiers import TieredCache, TierSizes, admission_of
 from sglang_hc.tools.workloads.sessions import Workload
 
 SIMULATED_POLICIES = (*POLICIES, "fifo", "belady", "none")
@@ -52,11 +51,6 @@ class Setup:
     @property
     def prefetch_mode(self) -> str:
         return self.prefetch or ("queue" if self.policy in ("queue", "belady") else AT_TURN)
-
-    @property
-    def admission(self) -> WriteAdmission | None:
-        rule = WriteRule.parse(self.write)
-        return None if rule is None else WriteAdmission(rule, self.model.slot_bytes, 0.0)
 
     @property
     def sizes(self) -> TierSizes:
@@ -155,7 +149,7 @@ def _live(
         policy=policy,
         prefetch=setup.prefetch_mode,
         stretch=setup.stretch,
-        admission=setup.admission,
+        admission=admission_of(setup.write, setup.model.slot_bytes),
     )
     engine = Engine(
         setup.workload,
@@ -181,7 +175,7 @@ def _clairvoyant(
         policy="belady",
         prefetch=setup.prefetch_mode,
         policies=lambda: BeladyPolicy(oracle),
-        admission=setup.admission,
+        admission=admission_of(setup.write, setup.model.slot_bytes),
     )
     measures = replay(setup.workload, overflow, events, cache, costs, oracle)
     measures.gpu, measures.output_tokens = recorded.gpu, recorded.output_tokens

@@ -13,7 +13,7 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, EvictionPolicy, IsProtected
 from sglang_hc.policy.planner import RestorePlanner
-from sglang_hc.policy.writing import WriteAdmission
+from sglang_hc.policy.writing import WriteAdmission, WriteRule
 from sglang_hc.queue.fetch_costs import Missing
 from sglang_hc.queue.lookahead import EVICTION_STRETCH, LookAhead
 from sglang_hc.queue.meeting import Meetings, Step, TailReads
@@ -321,6 +321,12 @@ class TieredCache:
                 if not disk.write(parent, identity, self._disk_write_free):
                     return
             parent = identity
+
+
+def admission_of(write: str, block_bytes: int) -> WriteAdmission | None:
+    """What `--hc-write` lets a server write; None for everything. Raises ConfigError."""
+    rule = WriteRule.parse(write)
+    return None if rule is None else WriteAdmission(rule, block_bytes, 0.0)
 
 
 def _store(tier: HostTier, tokens: bytes, now: float, held: int = 0) -> None:
