@@ -88,7 +88,7 @@ router: .router/bin/python
 
 .router/bin/python: | setup
 	$(UV) venv --python $(BIN)/python .router
-	$(UV) pip install --python .router/bin/python ai-dynamo-runtime==1.6.1
+	$(UV) pip install --python .router/bin/python ai-dynamo-runtime==1.6.1 || { rm -r .router; false; }
 
 # The suite on the newest SGLang that the package index has, beside the one that is pinned.
 canary: models

@@ -62,7 +62,7 @@ class InstantDisk:
     def contains(self, block_ids: Sequence[bytes]) -> int:
         return len(block_ids) if self._full else 0
 
-    def wants(self, block_id: bytes) -> bool:
+    def wants(self, block_id: bytes, *, had: bool = False) -> bool:
         return not self._full
 
     def news(self, *, anew: bool = False) -> list[Change]:

@@ -41,7 +41,7 @@ LEVELS = {
     "cost_correction_disk": "Factor on the measured costs of reading from disk.",
     "restorations_under_way": "Restorations that were admitted and are not over.",
     "fetches_under_way": "Blocks on their way into host memory from below.",
-    "disk_bytes_per_day": "Bytes a day that this server has written to disk since its start.",
+    "disk_bytes_per_day": "Bytes a day that this rank has written to disk since its start.",
     "pins": "Sessions that are pinned.",
     "pinned_blocks": "Blocks that pins hold.",
     "throughput_tokens": "Slots of --hc-throughput.",

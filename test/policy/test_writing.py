@@ -55,16 +55,16 @@ def test_others_are_refused(text: str) -> None:
 @given(st.integers(1, 300), st.integers(0, 300), st.integers(0, 9))
 def test_what_is_used_again_is_written_and_nothing_else(known: int, new: int, seed: int) -> None:
     path, admission = blocks(known + new, seed, sampled=False), second_use()
-    assert admission.used(path[:known]) == 0
-    assert admission.used(path) == known
-    assert admission.used(path) == known + new
-    assert admission.used(blocks(50, seed + 10)) == 0
+    assert admission.used(path[:known], 0.0) == 0
+    assert admission.used(path, 0.0) == known
+    assert admission.used(path, 0.0) == known + new
+    assert admission.used(blocks(50, seed + 10), 0.0) == 0
 
 
 def test_of_a_load_without_reuse_next_to_nothing_is_written() -> None:
     admission = second_use()
     load = blocks(100_000)
-    written = sum(admission.used(load[at : at + 100]) for at in range(0, len(load), 100))
+    written = sum(admission.used(load[at : at + 100], 0.0) for at in range(0, len(load), 100))
     assert written <= 100
 
 
@@ -72,19 +72,19 @@ def test_of_a_load_without_reuse_next_to_nothing_is_written() -> None:
 def test_new_blocks_wait_for_evidence(again: int, writes: bool) -> None:
     admission, path = second_use(), blocks(EVIDENCE, sampled=True)
     for name in path:
-        admission.used([name])
+        admission.used([name], 0.0)
     for name in path[:again]:
-        admission.used([name])
-    assert (admission.used(blocks(7, 1)) == 7) == writes
+        admission.used([name], 0.0)
+    assert (admission.used(blocks(7, 1), 0.0) == 7) == writes
 
 
 @pytest.mark.parametrize(("share", "writes"), [(ENOUGH * 0.9, False), (ENOUGH * 1.1, True)])
 def test_new_blocks_are_written_while_enough_are_used_again(share: float, writes: bool) -> None:
     admission, begun = second_use(), blocks(1000, sampled=True)
     for name in begun:
-        admission.used([name])
+        admission.used([name], 0.0)
     for name in begun[: int(share * len(begun))]:
-        admission.used([name])
+        admission.used([name], 0.0)
     assert admission.worth(continues=False) == writes
     assert not admission.worth(continues=True), "nothing is known of those"
 
@@ -92,8 +92,8 @@ def test_new_blocks_are_written_while_enough_are_used_again(share: float, writes
 def test_what_continues_a_known_path_is_counted_apart() -> None:
     admission = second_use()
     for first, second in zip(*[iter(blocks(200, sampled=True))] * 2, strict=True):
-        admission.used([first])
-        admission.used([first, second])  # it goes on, and never again
+        admission.used([first], 0.0)
+        admission.used([first, second], 0.0)  # it goes on, and never again
     assert admission.worth(continues=False) and not admission.worth(continues=True)
 
 
@@ -101,10 +101,10 @@ def test_the_sample_is_bounded_and_forgets_the_oldest(monkeypatch: pytest.Monkey
     monkeypatch.setattr(writing, "REMEMBERED", 100)
     admission, chats = second_use(), blocks(100, sampled=True)
     for name in chats * 2:
-        admission.used([name])
+        admission.used([name], 0.0)
     assert admission.worth(continues=False)
     for name in blocks(90, 1, sampled=True):
-        admission.used([name])
+        admission.used([name], 0.0)
     assert not admission.worth(continues=False), "ten of a hundred, and fewer than evidence takes"
     assert len(admission._sample) == 100
 
@@ -138,8 +138,31 @@ def test_a_budget_holds(steps: list[tuple[float, int]], blocks_an_hour: float) -
 def test_half_of_a_budget_is_for_what_is_used_again() -> None:
     admission, path = WriteAdmission(WriteRule(10 * BLOCK * 24), BLOCK, 0.0), blocks(40)
     for name in path[:6]:
-        assert admission.used([name]) == (admission._left >= 5 * BLOCK)
+        assert admission.used([name], 0.0) == (admission._left >= 5 * BLOCK)
         admission.take(0.0)
-    assert admission.used(path[10:20]) == 0 and admission.used(path[10:20]) == 10
+    assert admission.used(path[10:20], 0.0) == 0 and admission.used(path[10:20], 0.0) == 10
     assert [admission.take(0.0) for _ in range(5)] == [True] * 4 + [False]
     assert admission.take(360.0), "a tenth of an hour later"
+
+
+def test_a_budget_that_nobody_took_from_grows_again() -> None:
+    """New blocks stopped for good at half of an hour's budget, where no block was used again."""
+    admission, path = WriteAdmission(WriteRule(10 * BLOCK * 24), BLOCK, 0.0), blocks(40)
+    for _ in range(6):
+        admission.take(0.0)
+    assert admission.used(path[:20], 0.0) == 0
+    assert admission.used(path[20:], 3600.0) == 20
+
+
+def test_a_budget_of_less_than_a_block_an_hour_is_for_one_block_at_a_time() -> None:
+    """Nothing was ever written."""
+    admission = WriteAdmission(WriteRule(12 * BLOCK), BLOCK, 0.0)
+    assert [admission.take(now) for now in (0.0, 3600.0, 7200.0, 7200.0)] == [
+        True, False, True, False,
+    ]  # fmt: skip
+
+
+def test_end_parts_count_with_their_own_bytes() -> None:
+    admission = WriteAdmission(WriteRule(10 * BLOCK * 24), BLOCK, 0.0, 4 * BLOCK)
+    assert [admission.take(0.0, part=True) for _ in range(3)] == [True, True, False]
+    assert [admission.take(0.0) for _ in range(3)] == [True, True, False]

@@ -7,11 +7,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from sglang_hc.policy.writing import WriteAdmission, WriteRule
 from sglang_hc.store import ends_below, lower_tier
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.forgetting import Forgetting
 from support.ends_world import STATE, WINDOW, EndsWorld
 from support.examples import examples
+from support.fake_io import FakeIo
 from support.host import path_of
 from support.rates import ConstantRates
 
@@ -374,3 +376,19 @@ TestBelow = BelowMachine.TestCase
 TestBelow.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
 TestStateBelow = StateBelowMachine.TestCase
 TestStateBelow.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
+
+
+def test_the_end_of_a_path_is_written_with_its_blocks() -> None:
+    """With `--hc-write`. It was refused, since its block was still on its way: a server that was
+    started again had the newest turn without its end."""
+    io = FakeIo(writes_wait=True)
+    world = EndsWorld(blocks_io=io, admission=WriteAdmission(WriteRule(), 1, 0.0))
+    world.end("abc")
+    nodes = world.path("abc")
+    world.disk.path_used(nodes)
+    assert not io.moves and not world.parts.moves
+    for _ in range(2):
+        world.disk.path_used(nodes)
+        assert [move.block_id for move in io.moves] == [node.block_id for node in nodes]
+        ids = [world.below.part_id(node.block_id) for node in nodes if node.end is not None]
+        assert [move.block_id for move in world.parts.moves] == ids != []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.writing import WriteAdmission, WriteRule
 from sglang_hc.store import lower_tier
 from sglang_hc.store.block import Block
 from sglang_hc.store.chain import Chain
@@ -14,7 +13,6 @@ from sglang_hc.store.lower_tier import LENIENCE, READ_DEADLINE_S, LowerTier
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.read_watch import ReadWatch
 from sglang_hc.tree.block_tree import BlockNode
-from sglang_hc.tree.identity import Prefix
 from support.clock import Clock
 from support.fake_io import FakeIo
 from support.host import host_tier, keep, path_of, tokens_of
@@ -304,55 +302,3 @@ def test_a_dropped_branch_is_removed_and_nothing_behind_it_is_looked_for_or_writ
     assert not disk.holds(b.block_id)
     disk.write_through(last["abc"])
     assert not io.contains([last["abc"].block_id]), "it was written again"
-
-
-class Writing:
-    """A tier under `--hc-write`; each kept path is one that a request has used."""
-
-    def __init__(self, rule: str) -> None:
-        parsed = WriteRule.parse(rule)
-        assert parsed is not None
-        self.host, self.io, self.clock = host_tier(32), FakeIo(), Clock(0.0)
-        self.disk = LowerTier(
-            self.io, self.host, self.clock, admission=WriteAdmission(parsed, 1, 0.0),
-            is_kept=lambda namespace: namespace is None,
-        )  # fmt: skip
-
-    def use(self, word: str) -> None:
-        for node in keep(self.host, tokens_of(word)):
-            self.disk.write_through(node)
-        self.disk.path_used(self.host.tree.match(Prefix(None, tokens_of(word))).nodes)
-        self.disk.poll()
-
-    def written(self, word: str) -> int:
-        return self.io.contains(path_of(word).block_ids)
-
-
-def test_a_path_is_written_when_it_is_used_again() -> None:
-    world = Writing("second-use")
-    world.use("abc")
-    assert not world.io.held()
-    world.use("abcde")
-    assert world.written("abcde") == 3
-    world.host.clear()
-    world.use("abcdef")
-    assert world.written("abcdef") == 5, "computed again, so it would have been used"
-
-
-def test_a_budget_ends_a_path_where_it_ends() -> None:
-    """What is behind a block that is not there could not be found."""
-    world = Writing(str(24 * 4))
-    world.use("abcdef")
-    assert world.written("abcdef") == 4
-    world.use("xy")
-    assert world.written("xy") == 0
-    world.clock.pass_time(1800.0)
-    world.use("abcdef")
-    assert world.written("abcdef") == 6
-
-
-def test_what_is_not_kept_below_is_not_written_by_use() -> None:
-    world = Writing("1e9")
-    nodes = keep(world.host, tokens_of("ab"), namespace="a test's")
-    world.disk.path_used(nodes)
-    assert not world.io.held() and not world.disk.keeps_end_of(nodes[-1])

@@ -11,6 +11,7 @@ import numpy as np
 from sglang_hc.forms import BLOCK_TOKENS, EndLayout, StateLayers, WindowLayers
 from sglang_hc.policy.eviction import EvictionPolicy, make_policy
 from sglang_hc.policy.planner import RestorePlanner
+from sglang_hc.policy.writing import WriteAdmission
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.queue_view import QueueRules, QueueView
 from sglang_hc.queue.requests import QueuedPrompt
@@ -45,8 +46,10 @@ class EndsWorld:
         costs: RestorePlanner = UNKNOWN_COSTS,
         blocks_io: BlockIo | None = None,
         parts_io: Callable[[EndPool], BlockIo] | None = None,
+        admission: WriteAdmission | None = None,
     ) -> None:
-        """blocks_io, parts_io: what is below; None for fakes in memory."""
+        """blocks_io, parts_io: what is below; None for fakes in memory. admission: what is written
+        there; None for everything."""
         self.clock = Clock(time.monotonic())
         self.window = LookAhead()
         self.host = host_tier(slots, make_policy("queue", self.window))
@@ -55,9 +58,13 @@ class EndsWorld:
         self.pool = EndPool(layout, end_slots)
         self.blocks = FakeIo(clock=self.clock)
         self.parts = FakeIo(self.pool, clock=self.clock, writes_wait=True)
-        self.disk = LowerTier(blocks_io or self.blocks, self.host, self.clock)
-        below = self.parts if parts_io is None else parts_io(self.pool)
-        self.below = EndsBelow(below, self.ends, self.host, self.disk.coming, self.clock)
+        below = blocks_io or self.blocks
+        self.disk = LowerTier(below, self.host, self.clock, admission=admission)
+        below, kept = (
+            self.parts if parts_io is None else parts_io(self.pool),
+            self.disk.keeps_end_of,
+        )
+        self.below = EndsBelow(below, self.ends, self.host, self.disk.coming, self.clock, kept)
         self.disk.ends = self.below
         self.queue = QueueView(self.host, self.disk, self.window, QueueRules(), costs)
         self.waiting: list[int] = []

@@ -131,7 +131,7 @@ class FakeIo:
     def ask(self, block_ids: Sequence[bytes]) -> bool:
         return False
 
-    def wants(self, block_id: bytes) -> bool:
+    def wants(self, block_id: bytes, *, had: bool = False) -> bool:
         return block_id not in self._blocks
 
     def look_up(self, ticket: int, block_ids: Sequence[bytes], deadline: float) -> None:

@@ -90,11 +90,12 @@ class WriteAdmission:
     """Which blocks of a path that was used may be written, by a rule. Calls on several ranks in the
     same order, with the same times, say the same."""
 
-    def __init__(self, rule: WriteRule, block_bytes: int, now: float) -> None:
-        """block_bytes: that one block takes below."""
+    def __init__(self, rule: WriteRule, block_bytes: int, now: float, part_bytes: int = 0) -> None:
+        """block_bytes, part_bytes: that one block, and one end part, takes below, on all ranks
+        together. A budget of less than that an hour is for one at a time."""
         self._rule = rule
-        self._block_bytes = block_bytes
-        self._burst = rule.bytes_per_day * BURST_S / DAY_S
+        self._bytes = block_bytes, part_bytes
+        self._burst = max(rule.bytes_per_day * BURST_S / DAY_S, *self._bytes)
         self._left, self._at = self._burst, now
         self._seen = SeenBlocks()
         self._sample: dict[bytes, tuple[bool, bool]] = {}
@@ -102,9 +103,10 @@ class WriteAdmission:
         self._first, self._again = [0, 0], [0, 0]
         """Blocks of the sample, and of these such as were used again, by whether they continued."""
 
-    def used(self, block_ids: Sequence[bytes]) -> int:
+    def used(self, block_ids: Sequence[bytes], now: float) -> int:
         """A request used a path of these blocks. Returns how many of the first may be written, as
         far as the budget goes: those that were used before, and all when new ones are worth it."""
+        self._earn(now)
         names = names_of(block_ids)
         known = self._seen.leading(names)
         if known < len(names):
@@ -121,16 +123,18 @@ class WriteAdmission:
         again = self._again[continues]
         return again >= EVIDENCE and again >= ENOUGH * self._first[continues]
 
-    def take(self, now: float) -> bool:
-        """Whether the budget has one more block, which is written then."""
-        if math.isinf(self._burst):
-            return True
-        earned = self._rule.bytes_per_day * max(0.0, now - self._at) / DAY_S
-        self._left, self._at = min(self._burst, self._left + earned), max(self._at, now)
-        if self._left < self._block_bytes:
+    def take(self, now: float, *, part: bool = False) -> bool:
+        """Whether the budget has one more block, or end part, which is written then."""
+        self._earn(now)
+        if self._left < self._bytes[part]:
             return False
-        self._left -= self._block_bytes
+        self._left -= self._bytes[part]
         return True
+
+    def _earn(self, now: float) -> None:
+        if math.isfinite(self._burst):
+            earned = self._rule.bytes_per_day * max(0.0, now - self._at) / DAY_S
+            self._left, self._at = min(self._burst, self._left + earned), max(self._at, now)
 
     def _note(self, block_id: bytes, continues: bool) -> None:
         before = self._sample.get(block_id)

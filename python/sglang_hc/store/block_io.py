@@ -145,8 +145,9 @@ class BlockIo(_Moves, Protocol):
         """Find out about the identities after those that `contains` counts. True while an answer
         is on its way, soon enough for a request to wait for it."""
 
-    def wants(self, block_id: bytes) -> bool:
-        """Whether a write of this block would add anything, as far as known now."""
+    def wants(self, block_id: bytes, *, had: bool = False) -> bool:
+        """Whether a write of this block would add anything, as far as known now. had: it was here
+        once, which counts where the store does not say by itself what it has."""
 
     def news(self, *, anew: bool = False) -> list[Change]:
         """Blocks that came or left since the last call, as far as known now. anew: all that are

@@ -48,8 +48,8 @@ class Chain:
         unknown = block_ids[self.contains(block_ids) :]
         return self._near.ask(unknown) or self._far.ask(unknown)
 
-    def wants(self, block_id: bytes) -> bool:
-        return self._near.wants(block_id) or self._far.wants(block_id)
+    def wants(self, block_id: bytes, *, had: bool = False) -> bool:
+        return self._near.wants(block_id, had=had) or self._far.wants(block_id, had=had)
 
     def news(self, *, anew: bool = False) -> list[Change]:
         return self._near.news(anew=anew) + self._far.news(anew=anew)

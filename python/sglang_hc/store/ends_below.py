@@ -28,7 +28,7 @@ from sglang_hc.store.block_io import BlockDone, BlockIo
 from sglang_hc.store.disk.format import clip_label
 from sglang_hc.store.erasures import Ended, Erasures
 from sglang_hc.store.executor import DRAIN_S
-from sglang_hc.store.outcome import Outcome
+from sglang_hc.store.outcome import GOOD, Outcome
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.ends import End, EndPart, Ends
 from sglang_hc.tree.forgetting import Forgetting
@@ -130,9 +130,9 @@ class EndsBelow:
     def write_through(self, part: EndPart) -> None:
         """The bytes of a part are in place: write it, unless it came from below."""
         node, name = part.node, self.part_id(part.node.block_id)
-        if not self._usable or part.source is not SourceTier.HOST or not self._io.wants(name):
+        if not self._usable or part.source is not SourceTier.HOST or part in self._writes.values():
             return
-        if not self._is_kept(node):
+        if not self._io.wants(name, had=part.below) or not self._is_kept(node):
             return
         label, position = clip_label(node.namespace or ""), len(node.path()) - 1
         block = Block(name, node.block_id, label, position, b"")
@@ -314,7 +314,9 @@ class EndsBelow:
                 self.counters[f"{done.tier}_saved_end_parts"] += 1
             elif done.outcome is not Outcome.DUPLICATE:
                 self.counters[f"{done.tier}_write_{done.outcome.value}"] += 1
-            self._ends.unpin((self._writes.pop(done.ticket),))
+            part = self._writes.pop(done.ticket)
+            part.below = done.outcome in GOOD
+            self._ends.unpin((part,))
             return
         fetch, _ = self._reads.pop(done.ticket)
         fetch.under_way -= 1

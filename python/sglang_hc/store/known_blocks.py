@@ -182,9 +182,13 @@ class KnownBlocks:
         else:
             self._at_once(ticket, Outcome.MISSING)
 
-    def wants(self, block_id: bytes) -> bool:
-        there = self._leading((block_id,)) > 0
-        return not there and self._presence.state(block_id) is not Presence.USELESS
+    def wants(self, block_id: bytes, *, had: bool = False) -> bool:
+        if self._leading((block_id,)) > 0:
+            return False
+        presence = self._presence.state(block_id)
+        if had and not self._store.has_record:
+            return presence is Presence.ABSENT
+        return presence is not Presence.USELESS
 
     def write(self, ticket: int, block: Block, slot: int, deadline: float) -> None:
         if not self.wants(block.block_id):

@@ -24,7 +24,7 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import IsProtected
 from sglang_hc.policy.writing import WriteAdmission
 from sglang_hc.store.block import Block
-from sglang_hc.store.block_io import BlockDone, BlockIo, Change, count_write
+from sglang_hc.store.block_io import WRITE_QUEUE, BlockDone, BlockIo, Change, count_write
 from sglang_hc.store.disk.format import clip_label
 from sglang_hc.store.ends_below import EndsBelow
 from sglang_hc.store.erasures import Ended, Erasures
@@ -48,7 +48,6 @@ LENIENCE = 2
 
 WRITE_DEADLINE_S = 30.0
 """Longest a block may wait to be written: it holds its slot meanwhile."""
-
 
 MOST_UNSAVED = 1 << 16
 """Blocks in host memory of which is remembered that they could not be written."""
@@ -91,6 +90,7 @@ class LowerTier:
         self._tickets = itertools.count(1)
         self._reads: dict[int, tuple[Promotion, SourceTier]] = {}
         self._writes: dict[int, BlockNode] = {}
+        self._writing: set[bytes] = set()
         self._given_up: dict[int, int] = {}
         """Slots by the tickets of operations that were given up and not answered since."""
         self._erasures = Erasures(io)
@@ -124,27 +124,30 @@ class LowerTier:
     def _write(self, node: BlockNode) -> None:
         if not self._usable or not node.is_full or not self._io.wants(node.block_id):
             return
-        if not self._is_kept(node.namespace):
-            return
         path = node.path()
-        if not self._distrusted.isdisjoint(one.block_id for one in path):
-            return
+        trusted = self._distrusted.isdisjoint(one.block_id for one in path)
+        if trusted and self._is_kept(node.namespace):
+            self._begin_write(node, len(path) - 1)
+
+    def _begin_write(self, node: BlockNode, position: int) -> None:
         parent = node.parent
         assert parent is not None
         label = clip_label(node.namespace or "")  # as much of it as a header has room for
-        block = Block(node.block_id, parent.block_id, label, len(path) - 1, node.tokens)
+        block = Block(node.block_id, parent.block_id, label, position, node.tokens)
         ticket = next(self._tickets)
         self._io.write(ticket, block, node.slot, self.now() + WRITE_DEADLINE_S)
         for watch in self._watches.values():
             watch.disturbed()
         self._host.pin([node])
         self._writes[ticket] = node
+        self._writing.add(node.block_id)
 
     def path_used(self, path: Sequence[BlockNode]) -> None:
         """A path was used: write those of its blocks whose writes failed, if writes end well again,
         and those that are worth it now."""
-        if self._admission is not None and path and self._is_kept(path[0].namespace):
-            self._write_admitted([node for node in path if node.is_full], self._admission)
+        if self._admission is not None:
+            if path and self._usable and self._is_kept(path[0].namespace):
+                self._write_admitted([node for node in path if node.is_full], self._admission)
         elif self._unsaved and self._can_write:
             for node in path:
                 if node.block_id in self._unsaved and node.ready and node.moved is None:
@@ -153,21 +156,28 @@ class LowerTier:
 
     def _write_admitted(self, path: Sequence[BlockNode], admission: WriteAdmission) -> None:
         """Up to the first block that may not be written: what is behind it could not be found."""
-        for node in path[: admission.used([node.block_id for node in path])]:
-            if not node.ready or node.moved is not None:
+        now, room = self.now(), WRITE_QUEUE if self._can_write else 1
+        count = admission.used([node.block_id for node in path], now)
+        for position, node in enumerate(path[:count]):
+            if not node.ready or node.moved is not None or node.block_id in self._distrusted:
                 return
-            if self._io.wants(node.block_id):
-                if not admission.take(self.now()):
+            if not self._has(node):
+                if len(self._writes) >= room or not admission.take(now):
                     return
-                self._write(node)
+                self._begin_write(node, position)
             if self.ends is not None and node.end is not None and node.end.ready:
                 self.ends.write_through(node.end)
 
     def keeps_end_of(self, node: BlockNode) -> bool:
-        """Whether the end part of a block may be written: where the block itself is."""
-        if not self._is_kept(node.namespace):
-            return False
-        return self._admission is None or self.holds(node.block_id)
+        """Whether the end part of a block is written now: where the block is, within the budget."""
+        if self._admission is None or not self._is_kept(node.namespace):
+            return self._is_kept(node.namespace)
+        return self._has(node) and self._admission.take(self.now(), part=True)
+
+    def _has(self, node: BlockNode) -> bool:
+        """Whether a block is below, as far as known, or on its way there. Asks nobody."""
+        name = node.block_id
+        return name in self._writing or not self._io.wants(name, had=node.below)
 
     # -- fetch -----------------------------------------------------------------------------------
 
@@ -333,9 +343,7 @@ class LowerTier:
         self._given_up |= slots
 
     def _slot_of(self, ticket: int) -> int:
-        if ticket in self._writes:
-            return self._writes[ticket].slot
-        return self._reads[ticket][0].slot
+        return self._writes[ticket].slot if ticket in self._writes else self._reads[ticket][0].slot
 
     def disown(self) -> None:
         """The weights changed: what is on disk belongs to others, what comes has no identity."""
@@ -381,14 +389,12 @@ class LowerTier:
 
     def _end_write(self, node: BlockNode, done: BlockDone) -> None:
         self._host.unpin([node])
+        self._writing.discard(node.block_id)
         count_write(self.counters, done)
-        if done.outcome in GOOD:
-            self._can_write = True
-        else:
-            self._write_failed(node)
-
-    def _write_failed(self, node: BlockNode) -> None:
-        self._can_write = False
+        self._can_write = done.outcome in GOOD
+        if self._can_write:
+            node.below = True
+            return
         self._unsaved[node.block_id] = None
         if len(self._unsaved) > MOST_UNSAVED:
             del self._unsaved[next(iter(self._unsaved))]

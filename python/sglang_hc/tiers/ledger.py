@@ -42,13 +42,18 @@ MEDIA = {
 }
 
 
+Tokens = bytes | tuple[int, ...] | tuple[tuple[int, int], ...]
+"""Packed; where an id stands for an image and is too large, ids; with a draft model pairs of
+them."""
+
+
 class Page(NamedTuple):
-    """hash, parent: of the page and of the one before it, None for the first of a path. tokens:
-    packed; with a draft model pairs of ids. salt, adapter: names of whom it belongs to."""
+    """hash, parent: of the page and of the one before it, None for the first of a path. salt,
+    adapter: names of whom it belongs to."""
 
     hash: int
     parent: int | None
-    tokens: bytes | tuple[tuple[int, int], ...]
+    tokens: Tokens
     salt: str | None = None
     adapter: str | None = None
 

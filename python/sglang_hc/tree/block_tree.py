@@ -49,10 +49,10 @@ class EndPart:
     node: the block; it may have left the tree. slot: in the pool of end parts; -1 once it is free.
     ready: the bytes are complete, and the block is in the tree. pins: who reads or writes the slot,
     which is not used again meanwhile. ends: those that need it. source: the tier below that its
-    bytes came from; HOST for what was computed here.
+    bytes came from; HOST for what was computed here. below: as of a `BlockNode`.
     """
 
-    __slots__ = ("ends", "node", "pins", "ready", "slot", "source")
+    __slots__ = ("below", "ends", "node", "pins", "ready", "slot", "source")
 
     def __init__(self, node: BlockNode, slot: int) -> None:
         self.node = node
@@ -60,6 +60,7 @@ class EndPart:
         self.ready = False
         self.pins = 0
         self.source = SourceTier.HOST
+        self.below = False
         self.ends: dict[Any, None] = {}
         """In the order in which they came, which is the same on all ranks."""
 
@@ -74,11 +75,13 @@ class BlockNode:
         the tree.
     pins: users of the slot (restorations, copies); a pinned block is not evicted or reused.
     source: the tier below that its bytes came from; HOST for a block that was computed here.
+    below: it was written below, or came from there; it may have left there since.
     moved: its state was taken over from another place; None for state computed on this path.
     end: what layers without full attention keep of it; None where they keep nothing (`ends.py`).
     """
 
     __slots__ = (
+        "below",
         "block_id",
         "children",
         "end",
@@ -102,6 +105,7 @@ class BlockNode:
         self.children: list[BlockNode] | None = None
         self.slot = -1
         self.source = SourceTier.HOST
+        self.below = False
         self.ready = False
         self.moved: Moved | None = None
         self.end: EndPart | None = None

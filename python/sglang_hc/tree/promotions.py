@@ -219,7 +219,7 @@ class Promotions:
                 continue
             node, created, _ = host.publish(parent, item.tokens, item.slot, now, item.block_id)
             if created:
-                node.moved, node.source = item.moved, item.source
+                node.moved, node.source, node.below = item.moved, item.source, True
                 host.mark_ready(node)
             else:
                 host.unstage(item.slot)

@@ -23,16 +23,20 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from benchmark.hooks.parts import CPU, cache_params, fill, scheduler_with, tiers_of
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.restore.prerestored import PrerestoredBlocks
 from sglang_hc.srt.engine.streams import ComputeStream
+from sglang_hc.srt.tree import events
 from sglang_hc.srt.tree.device_tree import readable
-from sglang_hc.srt.tree.events import Events
+from sglang_hc.srt.tree.events import FOUND_AT_ONCE, Announcer, Events
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
+from sglang_hc.store.block_io import Change
 from sglang_hc.store.disk import DirectorySpec, DiskStore, StoredModel, Upkeep
 from sglang_hc.store.disk.directory import steady_time
 from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.lower_tier import LowerTier
+from sglang_hc.tiers.residence import Anew
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.forgetting import Forgetting
 from sglang_hc.tree.identity import pack_tokens
@@ -68,13 +72,13 @@ class World:
         self.tiers = tiers_of(64)
         if disk is not None:
             self.tiers.disk = disk_below(self.tiers, str(disk))
-        events = Events(params, self.tiers.host, self.tiers.disk, self.counters)
-        self.tiers.residence = events.residence
+        told = Events(params, self.tiers.host, self.tiers.disk, self.counters)
+        self.tiers.residence = told.residence
         own, compute = scheduler_with(0), ComputeStream(CPU)
         own.event_publisher, own.requests = self.publisher, []
         ahead = PrerestoredBlocks(params.token_to_kv_pool_allocator, self.tiers.restorer, compute)
         self.tree = HcRadixCache(
-            readable(params, None), self.tiers, own, compute, ahead, events=events
+            readable(params, None), self.tiers, own, compute, ahead, events=told
         )
         self.scheduler = SimpleNamespace(
             kv_events_publisher=SimpleNamespace(publish_kv_events=self.tree.take_events)
@@ -174,7 +178,8 @@ def test_nobody_waits_for_a_publisher_that_hangs(world: World) -> None:
     assert world.reader.events["AllBlocksCleared"] > 1
 
 
-def test_after_an_error_all_is_told_anew(world: World) -> None:
+def test_after_an_error_all_is_told_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "AFTER_ERROR_S", 0.0)
     world.say(prompt(1, 100))
     world.agree()
     announcer = world.tree.events._announcer
@@ -184,6 +189,40 @@ def test_after_an_error_all_is_told_anew(world: World) -> None:
     announcer.publisher = world.publisher
     world.agree()
     assert world.reader.events["AllBlocksCleared"] > 1
+
+
+def test_after_errors_not_every_pass_looks_at_all(world: World) -> None:
+    world.agree()
+    announcer = world.tree.events._announcer
+    announcer.publisher = SimpleNamespace()
+    world.say(prompt(1, 100))
+    until(lambda: announcer.failed, world.tree.take_events)
+
+    def all_nodes() -> Iterator[Any]:
+        raise AssertionError("it is looked at again at once")
+        yield
+
+    world.tree.events.hand_over(world.publisher, all_nodes())
+
+
+def test_what_was_asked_for_before_all_is_told_anew_is_not_read() -> None:
+    """Each batch that was dropped made the reader read the whole disk once more."""
+    gate, read, seen = threading.Event(), list[bytes](), list[Any]()
+
+    def named(block_id: bytes) -> None:
+        gate.wait()
+        read.append(block_id)
+
+    announcer = Announcer(SimpleNamespace(page_size=PAGE), named, Counter())
+    announcer.publisher = SimpleNamespace(publish=seen.append)
+    there = [Change(SourceTier.DISK, bytes([n] * 16), True) for n in range(200)]
+    for _ in range(3):
+        announcer.offer([Anew(), *there])
+    announcer.close()
+    gate.set()
+    assert announcer._reader.close(10.0) and len(seen) == 3
+    assert set(read) == {one.block_id for one in there}
+    assert len(read) <= len(there) + FOUND_AT_ONCE
 
 
 def test_what_is_forgotten_while_it_is_in_use_is_told_gone(world: World) -> None:
@@ -205,13 +244,15 @@ def read_on(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [{}, {"dynamo_kv_event_format": True}, {"is_eagle": True}],
-    ids=["", "dynamo", "drafts"],
+    ("changed", "image"),
+    [({}, 0), ({}, 1 << 61), ({"dynamo_kv_event_format": True}, 0), ({"is_eagle": True}, 0)],
+    ids=["", "images", "dynamo", "drafts"],
 )
-def test_the_device_is_told_as_by_sglang(changed: dict[str, bool]) -> None:
-    """With salts and keys of clients, and keys that count pairs of tokens."""
+def test_the_device_is_told_as_by_sglang(changed: dict[str, bool], image: int) -> None:
+    """With salts and keys of clients, ids that stand for an image and have 62 bits, and keys that
+    count pairs of tokens."""
     world, tokens, seen = World(changed=changed), prompt(1, 65), list[Any]()
+    tokens[20] += image
     stock = UnifiedRadixCache(readable(replace(event_params(), **changed), None))
     assert (world.tiers.residence is None) == ("is_eagle" in changed)
     world.publisher.publish = lambda batch: seen.extend(batch.events)

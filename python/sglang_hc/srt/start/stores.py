@@ -46,10 +46,7 @@ def lower_tier(
         return None
     costs, seconds = planner.costs, planner.block_read_seconds
     on_read = partial(costs.observe_read, planner.plan) if costs is not None else not_observed
-    admission = None
-    rule = WriteRule.parse(model.config.write)
-    if rule is not None:
-        admission = WriteAdmission(rule, memory.pool.layout.slot_bytes, ranks.clock())
+    admission = admission_of(model, memory, ranks)
     tier = LowerTier(below, host, ranks.clock, on_read, ranks.pause, seconds, admission, _is_kept)
     say = [one.named for one in opened if isinstance(one, DiskThreads)]
     tier.named = lambda block_id: next(filter(None, (named(block_id) for named in say)), None)
@@ -61,6 +58,18 @@ def lower_tier(
         kept = tier.keeps_end_of
         tier.ends = EndsBelow(io, ends, host, tier.coming, ranks.clock, kept, ranks.pause)
     return tier
+
+
+def admission_of(model: Model, memory: HostMemory, ranks: Ranks) -> WriteAdmission | None:
+    """What `--hc-write` lets through; None for everything. Ranks whose parts of a block are of
+    different sizes decide alike: the budget is for all of them."""
+    rule = WriteRule.parse(model.config.write)
+    if rule is None:
+        return None
+    layout = memory.pool.layout
+    parts = layout.ends.slot_bytes if layout.ends is not None else 0
+    blocks, parts = (sum(model.state.group.each(size)) for size in (layout.slot_bytes, parts))
+    return WriteAdmission(rule, blocks, ranks.clock(), parts)
 
 
 def _is_kept(namespace: str | None) -> bool:

@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.utils import (
 )
 
 from sglang_hc.srt.binding import fields
-from sglang_hc.tiers.ledger import Page, Paged
+from sglang_hc.tiers.ledger import Page, Paged, Tokens
 from sglang_hc.tree.identity import TOKEN_BYTES, unpack_tokens
 from sglang_hc.tree.namespaces import Namespace
 
@@ -71,11 +71,9 @@ class EventNames:
         return list(get_hash_str(own, before, page_size=self.page_size))
 
     def pages_of(
-        self, namespace: str | None, before: str | None, chain: Sequence[str],
-        tokens: bytes | tuple[tuple[int, int], ...],
-    ) -> tuple[Page, ...]:  # fmt: skip
-        """Pages with these hashes. before: hash of the one before them; None for none. tokens: see
-        `Page`."""
+        self, namespace: str | None, before: str | None, chain: Sequence[str], tokens: Tokens
+    ) -> tuple[Page, ...]:
+        """Pages with these hashes. before: hash of the one before them; None for none."""
         salt, adapter, seed = self.published(namespace)
         parent, pages = None if before is None else self.number(before, seed), list[Page]()
         size = self.page_size * (TOKEN_BYTES if isinstance(tokens, bytes) else 1)

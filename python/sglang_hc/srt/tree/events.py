@@ -34,7 +34,7 @@ from sglang_hc.store.block import Block
 from sglang_hc.store.disk.format import LABEL_MAX
 from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.store.workers import Workers
-from sglang_hc.tiers.ledger import Cleared, Ledger, Medium, Removed, Said, Stored
+from sglang_hc.tiers.ledger import Cleared, Ledger, Medium, Removed, Said, Stored, Tokens
 from sglang_hc.tiers.residence import Anew, Named, Note, Residence
 from sglang_hc.tree.forgetting import FORGOTTEN
 from sglang_hc.tree.host_tier import HostTier
@@ -51,6 +51,9 @@ EVENTS_AT_ONCE = 256
 READING_SHARE = 0.25
 """Most of its time that the reader takes, so that requests do not wait for the interpreter."""
 
+AFTER_ERROR_S = 10.0
+"""After an error of ours all is told anew, but only so often: looking at all takes its time."""
+
 CLIPPED_BYTES = LABEL_MAX - 4
 """A label that is longer may have been cut off, so nobody knows whose the block is."""
 
@@ -65,7 +68,7 @@ class _Node(NamedTuple):
     before: str | None
     chain: list[str]
     tokens: list[Any]
-    """Ids, or pairs of them."""
+    """Ids, of which those that stand for an image are large; or pairs of ids."""
     session: str | None = None
 
 
@@ -185,9 +188,11 @@ class Announcer:
             said = [*said, *self._ledger.everything()]
         for events in _batches(events_of(said, self._names.page_size)):
             self.publisher.publish(KVEventBatch(ts=time.time(), events=events))
+        if any(isinstance(note, Anew) for note in notes):
+            self._reader.withdraw()  # it is asked for again
         asked = self._ledger.take_asked()
-        if asked:
-            self._reader.submit(asked)
+        for first in range(0, len(asked), FOUND_AT_ONCE):
+            self._reader.submit(asked[first : first + FOUND_AT_ONCE])
 
     def _said_of(self, note: _Told) -> Iterator[Said]:
         names, ledger = self._names, self._ledger
@@ -196,8 +201,7 @@ class Announcer:
         if not isinstance(note, _Node):
             return ledger.apply(note)
         if note.stored:
-            paired = bool(note.tokens) and isinstance(note.tokens[0], tuple)
-            tokens = tuple(note.tokens) if paired else pack_tokens(note.tokens)
+            tokens = _packed(note.tokens)
             pages = names.pages_of(note.namespace, note.before, note.chain, tokens)
             return ledger.apply(Stored(Medium.DEVICE, pages, note.session))
         seed = names.published(note.namespace).seed
@@ -205,11 +209,9 @@ class Announcer:
 
     def _read(self, batch: list[list[bytes]]) -> None:
         for asked in batch:
-            for first in range(0, len(asked), FOUND_AT_ONCE):
-                began = time.monotonic()
-                found: list[_Told] = [*self._found(asked[first : first + FOUND_AT_ONCE])]
-                self._queue.put(found)
-                time.sleep((time.monotonic() - began) * (1 / READING_SHARE - 1))
+            began = time.monotonic()
+            self._queue.put([*self._found(asked)])
+            time.sleep((time.monotonic() - began) * (1 / READING_SHARE - 1))
 
     def _found(self, block_ids: list[bytes]) -> Iterator[Named]:
         for block_id in block_ids:
@@ -239,8 +241,8 @@ class Events:
             logger.warning("sglang-hc: with %s KV events tell of the device alone", reason)
         else:
             self.residence = Residence(host, disk, self.recorder.tell)
-        self._owes = True
-        """What follows has to begin anew."""
+        self._owes, self._not_before = True, 0.0
+        """What follows has to begin anew; not before that time on `time.monotonic`."""
 
     def begin_anew(self) -> None:
         """What was told of the tiers is void."""
@@ -256,7 +258,8 @@ class Events:
         notes = self.recorder.take()
         if announcer.failed:
             announcer.failed, self._owes = False, True
-        if self._owes and not announcer.is_full:
+            self._not_before = time.monotonic() + AFTER_ERROR_S
+        if self._owes and not announcer.is_full and time.monotonic() >= self._not_before:
             self.recorder.tell(Anew())
             for node in device:
                 self.recorder.record_store(node)
@@ -307,7 +310,17 @@ def _event(said: Said, page_size: int) -> Any:
     )
 
 
-def _ids(tokens: bytes | tuple[tuple[int, int], ...]) -> Iterable[Any]:
+def _packed(tokens: list[Any]) -> Tokens:
+    """As a `Page` has them."""
+    if tokens and isinstance(tokens[0], tuple):
+        return tuple(tokens)
+    try:
+        return pack_tokens(tokens)
+    except OverflowError:
+        return tuple(tokens)
+
+
+def _ids(tokens: Tokens) -> Iterable[Any]:
     return unpack_tokens(tokens).tolist() if isinstance(tokens, bytes) else tokens
 
 

@@ -313,7 +313,7 @@ class TieredCache:
     def _write(self, disk: SimulatedDisk, chain: list[bytes], now: float) -> None:
         """A path was used: write what is not on disk, as the server does (store/lower_tier.py)."""
         admission, parent = self._admission, None
-        for identity in chain if admission is None else chain[: admission.used(chain)]:
+        for identity in chain if admission is None else chain[: admission.used(chain, now)]:
             if not disk.holds(identity):
                 if admission is not None and not admission.take(now):
                     return
