@@ -90,7 +90,11 @@ def with_steps(system: System) -> CostModel:
     weights and the state of all contexts, and has the host work."""
     cost, memory = costs(system), system.card.memory_bandwidth * system.gpus
     step = Fit(0.0, cost.prefill.per_token, floor=cost.prefill.floor)
-    return replace(cost, step=StepFit(step, system.shape.state_shape().kv_bytes / memory))
+    return replace(
+        cost,
+        step=StepFit(step, system.shape.state_shape().kv_bytes / memory),
+        passes=cost.prefill,
+    )
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from hypothesis import settings
 
 from support.event_world import SEEN, EventMachine
-from support.examples import examples
 from support.tiers_machine import PROFILE
 
-EventMachine.TestCase.settings = settings(PROFILE, max_examples=examples(60))
+EventMachine.TestCase.settings = settings(PROFILE, max_examples=60)  # fewer say not all of it
 TestEvents = EventMachine.TestCase
 
 

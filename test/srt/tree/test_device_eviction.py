@@ -192,3 +192,17 @@ def test_an_error_of_ours_leaves_sglangs_order(monkeypatch: pytest.MonkeyPatch) 
     cache.decides_alone = False
     with pytest.raises(KeyError, match="planted"):
         cache.evict(EvictParams(num_tokens=130))
+
+
+def test_images_leave_while_somebody_waits() -> None:
+    """SGLang gives them ids of 62 bits. Each look at one was an error of ours, which ranks that
+    decide together do not survive."""
+    cache, window = ours()
+    image = [*turn(1), 1 << 61, 5]
+    insert(cache, turn(0))
+    insert(cache, image)
+    window.update(["r"], 9, lambda _: needs(turn(0)))
+    before = guard.counters["guarded_errors"]
+    cache.evict(EvictParams(num_tokens=132))
+    assert (held(cache, image), held(cache, turn(0))) == (0, 130)
+    assert guard.counters["guarded_errors"] == before

@@ -59,8 +59,13 @@ class DeviceOrder:
         }
 
     def next_use(self, node: Any) -> float | None:
-        """None: nobody waits for it."""
-        return self._needs.next_use(self._blocks(node).first) if len(self._needs) else None
+        """None: nobody waits for it, or for its image, whose ids are none of a block."""
+        if not len(self._needs):
+            return None
+        try:
+            return self._needs.next_use(self._blocks(node).first)
+        except OverflowError:
+            return None
 
     def sorted(self, nodes: Iterable[Any], cache: Any) -> Iterator[Any]:
         """Nodes in the order in which they should leave, as SGLang has them where nobody waits.
