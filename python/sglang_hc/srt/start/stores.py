@@ -48,7 +48,7 @@ def lower_tier(
     on_read = partial(costs.observe_read, planner.plan) if costs is not None else not_observed
     admission = admission_of(model, memory, ranks)
     tier = LowerTier(below, host, ranks.clock, on_read, ranks.pause, seconds, admission, _is_kept)
-    say = [one.named for one in opened if isinstance(one, DiskThreads)]
+    say = [one.named for one in opened if hasattr(one, "named")]  # directories alone say it
     tier.named = lambda block_id: next(filter(None, (named(block_id) for named in say)), None)
     if ends is not None and memory.ends is not None:
         own = ends.layout.fingerprint(fingerprint)
