@@ -22,6 +22,7 @@ from support.speculative_talks import MODEL, TIGHT, Told, converse
 FLAGS = (
     *("--hc-forms", "hidden:2,kv:2", *SMALL, "--hc-host-size-gb", "0.05"),
     *("--chunked-prefill-size", "128"),
+    *("--kv-events-config", '{"publisher": "zmq", "endpoint": "inproc://events"}'),
 )
 OWN = {"load_back", "insert_restoring_node", "load_met", "refuse", "commit", "drop",
        "forget", "give_up", "forget_saved", "stats", "stopped", "ongoing_load_back"}  # fmt: skip

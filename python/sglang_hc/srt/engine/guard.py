@@ -79,6 +79,8 @@ UNGUARDED: dict[str, str] = {
     "sanity_check": "it is there to raise",
     "evictable_size": "it adds three numbers",
     "full_evictable_size": "it adds three numbers",
+    "swa_evictable_size": "it adds two numbers",
+    "mamba_evictable_size": "it adds two numbers",
     "is_backuped": "it is a constant",
     "attach_storage_backend": "it is a constant",
     "detach_storage_backend": "it is a constant",
