@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -118,6 +120,18 @@ def test_the_newest_are_known(monkeypatch: pytest.MonkeyPatch, later: int, known
     for name in blocks(later, 1):
         seen.add(names_of([name]))
     assert seen.leading(first) == known
+
+
+def test_few_others_are_taken_for_known_ones() -> None:
+    """When both fields are full: the docstring's one in a thousand."""
+    rng, seen = np.random.default_rng(0), SeenBlocks()
+
+    def drawn(count: int) -> Any:
+        return rng.integers(0, 1 << 64, size=(count, 2), dtype=np.uint64)
+
+    for _ in range(2 * writing.SEEN // 4096):
+        seen.add(drawn(4096))
+    assert sum(seen.leading(name) for name in drawn(20_000)[:, None]) <= 20
 
 
 @given(

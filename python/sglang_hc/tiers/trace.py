@@ -209,6 +209,10 @@ class Recorder:
         if match is not None and request in self._open:
             self._note("admit", req=request, **match, restored=restored, disk=from_disk)
 
+    def is_open(self, request: Serial) -> bool:
+        """Whether it came, and is not over."""
+        return request in self._open
+
     def answered(self, request: Serial) -> None:
         """The request has a token; only its first one counts, also when it was queued again."""
         if self._open.get(request) is False:

@@ -21,7 +21,7 @@ RIDS = 3
 
 steps = st.lists(
     st.one_of(
-        st.tuples(st.just("arrive"), st.sampled_from(["matched", "unmatched", "outside"])),
+        st.tuples(st.just("arrive"), st.sampled_from(["matched", "unmatched", "outside", "image"])),
         st.tuples(st.just("admit"), st.lists(st.integers(0, 9), max_size=3)),
         st.tuples(st.sampled_from(["abort", "to_the_head"]), st.integers(0, 9)),
         st.tuples(st.sampled_from(["finish", "retract"]), st.integers(0, 9)),
@@ -59,6 +59,7 @@ class Server:
             full_untruncated_fill_ids=array("q", [1]),
             extra_key=None,
             skip_radix_cache_insert=how == "outside",
+            multimodal_inputs=object() if how == "image" else None,
             sampling_params=SimpleNamespace(custom_params=None),
         )
         self.count += 1

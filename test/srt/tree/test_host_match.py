@@ -14,6 +14,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from benchmark.hooks.parts import cache_over
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
+from sglang_hc.srt.engine import guard
+from sglang_hc.srt.requests import namespaces
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.host import keep
 from support.tiers import build
@@ -115,3 +117,23 @@ def test_notes_change_no_answer(script: list[tuple[Any, ...]]) -> None:
             subject.admit(*args)
         else:
             subject.keep(*args, ready=step == "host")
+
+
+def test_an_image_gets_what_the_device_has_and_no_more() -> None:
+    """Its ids have 62 bits. Looking for them was an error at each such request, which several ranks
+    do not survive; and what is kept for the text before it may not be its state."""
+    subject = Subject()
+    subject.keep("aaaa", 192, None, ready=True)
+    tokens = tokens_of("aaaa", 192)
+    req: Any = SimpleNamespace(
+        rid="r", extra_key=None, full_untruncated_fill_ids=tokens, session=None
+    )
+    params = MatchPrefixParams(key=RadixKey(tokens), req=req)
+    assert subject.cache.match_prefix(params).host_hit_length == 192
+    seen = array("q", [*tokens, 1 << 61])
+    shown: Any = SimpleNamespace(**vars(req) | {"full_untruncated_fill_ids": seen})
+    vars(shown).pop(namespaces._KEPT)
+    shown.multimodal_inputs = object()
+    before = guard.counters["guarded_errors"]
+    found = subject.cache.match_prefix(MatchPrefixParams(key=RadixKey(seen), req=shown))
+    assert found.host_hit_length == 0 and guard.counters["guarded_errors"] == before

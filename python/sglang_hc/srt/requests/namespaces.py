@@ -79,7 +79,8 @@ def keeps_state(req: Any) -> bool:
     """Whether a request's state depends on its tokens and namespace alone, so that it may be kept
     below the device.
 
-    SGLang knows an image by 30 bits, which leave out its grid. The answer stays what it was first.
+    SGLang knows an image by ids of 62 bits, which are none of tokens and leave out its grid. The
+    answer stays what it was first.
     """
     known: bool | None = getattr(req, _KEPT, None)
     if known is None:

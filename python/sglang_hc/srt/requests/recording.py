@@ -9,12 +9,12 @@ from typing import Any
 
 from sglang_hc.config import HcConfig
 from sglang_hc.forms import LayerPlan
-from sglang_hc.queue.requests import Serial
 from sglang_hc.srt.arguments.server_args import options_of
 from sglang_hc.srt.binding import arguments, fields
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.model.calibrate import model_and_device
 from sglang_hc.srt.ranks.replicas import place_of
+from sglang_hc.srt.requests.namespaces import keeps_state
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.tiers.recording import recorder_of
@@ -64,26 +64,25 @@ def _served(runner: Any, **tiers: Any) -> Served:
 
 
 class Recorded:
-    """The requests of a server without tiers."""
+    """The requests of a server without tiers, but for those with images and the like, whose ids
+    are no tokens."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._open: set[Serial] = set()
 
     def queued(self, req: Any) -> None:
         """A request comes, or comes again."""
-        self._open.add(serial_of(req))
-        self._recorder.arrived(serial_of(req), _path(req, fields.told_tokens(req)))
+        if keeps_state(req):
+            self._recorder.arrived(serial_of(req), _path(req, fields.told_tokens(req)))
 
     def processed(self, req: Any) -> None:
         """A pass of a request is over. SGLang asks again for those that were over before."""
         request = serial_of(req)
-        if request not in self._open:
+        if not self._recorder.is_open(request):
             return
         if fields.has_answer(req):
             self._recorder.answered(request)
         if fields.is_over(req):
-            self._open.discard(request)
             self._recorder.finished(request, _path(req, fields.told_tokens(req) - 1))
 
 

@@ -19,6 +19,7 @@ from sglang_hc.queue.queue_view import QueueView
 from sglang_hc.queue.requests import QueuedPrompt, Serial, departed, without
 from sglang_hc.srt.binding import fields
 from sglang_hc.srt.engine.intake import serial_of
+from sglang_hc.srt.requests.namespaces import keeps_state
 from sglang_hc.srt.requests.overflow import dropped_of, earlier_of
 from sglang_hc.srt.requests.self_test import is_of_test
 from sglang_hc.tiers.trace import Recorder
@@ -108,7 +109,8 @@ class SchedulerQueue:
         req, self.last_matched = self.last_matched, None
         if req is None or fields.handle_of(req) is not handle:
             return
-        if not fields.stays_out_of_tree(req):  # what is stored for its tokens is not its state
+        # What is stored for the tokens of others is not their state.
+        if keeps_state(req) and not fields.stays_out_of_tree(req):
             self._arrived.append(req)
             if self._recorder is not None and not is_of_test(fields.namespace_of(req)):
                 self._recorder.arrived(serial_of(req), _prompt_of(req))

@@ -136,7 +136,8 @@ class CapturingTree(WindowTree):
         """Keep the first `keep` of the tokens that a request has computed, which computes none any
         more; what lies behind has no slots in its row."""
         if self._recorder is not None:
-            tokens = pack_tokens(fields.first_ids(req, computed))
+            recorded = self._recorder.is_open(serial_of(req))
+            tokens = pack_tokens(fields.first_ids(req, computed)) if recorded else b""
             self._recorder.finished(serial_of(req), Prefix(fields.namespace_of(req), tokens))
         if not self._keeps(req):
             return

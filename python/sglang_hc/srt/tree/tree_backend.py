@@ -28,6 +28,7 @@ from sglang_hc.srt.engine.guard import SglangMethod, method, nothing
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.engine.scheduler import OwnScheduler
 from sglang_hc.srt.engine.streams import ComputeStream
+from sglang_hc.srt.requests.namespaces import keeps_state
 from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from sglang_hc.srt.tree.ahead import RestoreAhead, restorable
 from sglang_hc.srt.tree.audit import Audit
@@ -110,6 +111,10 @@ class HcRadixCache(RestoringTree):
         if params.req is not None:
             self.waiting.matched(params.req)
         if params.req is None or self.disable or self.stopped or len(params.key) == 0:
+            return result
+        if not keeps_state(
+            params.req
+        ):  # nor is what is kept its state, and its ids may be no tokens
             return result
         key, on_device = params.key, result.device_prefix_len
         if len(key) - on_device < self.page_size:
