@@ -20,7 +20,6 @@ import importlib
 import json
 import random
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ from typing import Any
 from benchmark import ROOT
 from benchmark.ends.small import KINDS, NARROW, WIDE, make
 from benchmark.harness import machine
-from benchmark.harness.cases import answer, run_case
+from benchmark.harness.cases import answer, kept_case
 from benchmark.harness.cells import CellFile, latest, read
 from benchmark.harness.compare import tie_margin
 from sglang_hc.forms import BLOCK_TOKENS
@@ -202,15 +201,9 @@ def _row(args: argparse.Namespace, file: CellFile, kind: str) -> dict[str, Any] 
         "dtype": args.dtype, "server_args": args.server_args,
         "stand_ins": str(args.stand_ins.resolve()) if args.stand_ins else "",
     }  # fmt: skip
-    began = time.monotonic()
-    try:
-        row: dict[str, Any] = run_case(machine.module(__file__), case)
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
-        file.failed(key, "the case failed", str(error), time.monotonic() - began)
-        print(f"BAD {key}: {error}", flush=True)
-        return None
-    file.add(key, row, time.monotonic() - began)
-    print(f"{'ok ' if good(row) else 'BAD'} {' | '.join(cells_of(row))}", flush=True)
+    row: dict[str, Any] | None = kept_case(file, key, machine.module(__file__), case, dict)
+    if row is not None:
+        print(f"{'ok ' if good(row) else 'BAD'} {' | '.join(cells_of(row))}", flush=True)
     return row
 
 

@@ -16,7 +16,6 @@ import json
 import random
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from itertools import pairwise
@@ -27,7 +26,7 @@ from benchmark import ROOT
 from benchmark.gpu.settings import SHAPES, make_shape, rehearsal
 from benchmark.gpu.tables import pair_rows
 from benchmark.harness import machine
-from benchmark.harness.cases import answer, run_case
+from benchmark.harness.cases import answer, kept_case
 from benchmark.harness.cells import CellFile
 from benchmark.restore.goals import capture_lines
 
@@ -89,18 +88,14 @@ def key(args: argparse.Namespace, repeat: int, arm: str) -> str:
 
 def run(file: CellFile, name: str, case: dict[str, Any]) -> dict[str, float] | None:
     """Times of one engine by batch, kept under a key; None when it failed."""
-    began = time.monotonic()
-    try:
-        found: dict[str, float] = run_case(machine.module(__file__), case)
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
-        file.failed(name, "the engine failed", str(error), time.monotonic() - began)
-        print(f"{name} failed: {error}", flush=True)
-        return None
-    values = {field: case[field] for field in ("shape", "arm", "repeat", "forms")}
-    file.add(name, {**values, "step_s": found}, time.monotonic() - began)
-    print(
-        f"{name}: {', '.join(f'batch {b} {1e3 * s:.3f} ms' for b, s in found.items())}", flush=True
+    about = {field: case[field] for field in ("shape", "arm", "repeat", "forms")}
+    module = machine.module(__file__)
+    found: dict[str, float] | None = kept_case(
+        file, name, module, case, lambda steps: {**about, "step_s": steps}
     )
+    if found is not None:
+        steps = (f"batch {b} {1e3 * s:.3f} ms" for b, s in found.items())
+        print(f"{name}: {', '.join(steps)}", flush=True)
     return found
 
 

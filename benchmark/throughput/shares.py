@@ -30,7 +30,6 @@ import os
 import random
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -45,7 +44,7 @@ import torch
 from benchmark import ROOT
 from benchmark.gpu.settings import SHAPES, make_shape, rehearsal
 from benchmark.harness import machine
-from benchmark.harness.cases import answer, run_case
+from benchmark.harness.cases import answer, kept_case
 from benchmark.harness.cells import CellFile, rounded
 from benchmark.harness.core import FREE_LOADING
 from benchmark.harness.report import Table
@@ -220,15 +219,12 @@ def table_of(found: dict[str, dict[str, Any]], load: Load, share: float) -> Tabl
 
 def run(file: CellFile, name: str, case: dict[str, Any]) -> dict[str, Any] | None:
     """One engine, kept under a key; None when it failed."""
-    began = time.monotonic()
-    try:
-        found: dict[str, Any] = run_case(machine.module(__file__), case)
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
-        file.failed(name, "the engine failed", str(error), time.monotonic() - began)
-        print(f"{name} failed: {error}", flush=True)
-        return None
-    file.add(name, {"arm": case["arm"], **found}, time.monotonic() - began)
-    print(f"{name}: a pass of {1e3 * found['pass_s']:.1f} ms", flush=True)
+    module = machine.module(__file__)
+    found: dict[str, Any] | None = kept_case(
+        file, name, module, case, lambda times: {"arm": case["arm"], **times}
+    )
+    if found is not None:
+        print(f"{name}: a pass of {1e3 * found['pass_s']:.1f} ms", flush=True)
     return found
 
 
