@@ -28,8 +28,15 @@ from sglang_hc.restore.prerestored import PrerestoredBlocks
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.tree import events
 from sglang_hc.srt.tree.device_tree import readable
-from sglang_hc.srt.tree.events import FOUND_AT_ONCE, Announcer, Events
+from sglang_hc.srt.tree.events import (
+    CLIPPED_BYTES,
+    EVENTS_AT_ONCE,
+    FOUND_AT_ONCE,
+    Announcer,
+    Events,
+)
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
+from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import Change
 from sglang_hc.store.disk import DirectorySpec, DiskStore, StoredModel, Upkeep
 from sglang_hc.store.disk.directory import steady_time
@@ -223,6 +230,22 @@ def test_what_was_asked_for_before_all_is_told_anew_is_not_read() -> None:
     assert announcer._reader.close(10.0) and len(seen) == 3
     assert set(read) == {one.block_id for one in there}
     assert len(read) <= len(there) + FOUND_AT_ONCE
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes"), [(0, []), (EVENTS_AT_ONCE, [256]), (EVENTS_AT_ONCE + 1, [256, 1])]
+)
+def test_a_batch_has_so_many_events_at_most(count: int, sizes: list[int]) -> None:
+    assert [len(batch) for batch in events._batches(range(count))] == sizes
+
+
+@pytest.mark.parametrize(("length", "found"), [(CLIPPED_BYTES, 1), (CLIPPED_BYTES + 1, 0)])
+def test_a_label_that_may_be_cut_off_names_nobody(length: int, found: int) -> None:
+    label = "ä" * (length // 2) + "x" * (length % 2)
+    block = Block(bytes(16), bytes(16), label, 0, pack_tokens([1] * 64))
+    announcer = Announcer(SimpleNamespace(page_size=PAGE), lambda block_id: block, Counter())
+    assert len([*announcer._found([block.block_id])]) == found
+    announcer.close()
 
 
 def test_what_is_forgotten_while_it_is_in_use_is_told_gone(world: World) -> None:
