@@ -110,8 +110,12 @@ def refuse_slower(setting: Setting, plan: StreamingPlan, found: Comparison) -> N
     if other is None or other.tokens_per_second < SAME * streams:
         return
     rates = f"modelled at {other.tokens_per_second:.3g} tokens/s, streaming at {streams:.3g}"
-    whole = setting.whole
-    if other.split.resident == whole.layers:
+    whole, alone = setting.whole, found.served["sglang"]
+    if (
+        alone is not None
+        and alone.split.resident == whole.layers
+        and alone.tokens_per_second >= SAME * other.tokens_per_second
+    ):
         weights = whole.layers * whole.weights / GIB
         raise ConfigError(
             f"--hc-throughput auto: the weights fit ({weights:.1f} of {whole.device / GIB:.1f} GiB)"

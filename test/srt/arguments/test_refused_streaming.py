@@ -231,6 +231,10 @@ TABLE: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str]] = {
         r"--hc-throughput auto: the weights fit \(55.1 of 74.5 GiB\); SGLang alone is modelled at "
         r"161 tokens/s, streaming at 21\.1; leave the flag out",
     ),
+    "weights that fit and cross in no time": (
+        auto(device=80e9, per_new=1e-3),
+        r"--hc-throughput auto: the weights fit .*; SGLang alone is modelled at .*; leave the flag",
+    ),
     "weights ahead are faster": (
         auto(device=50e9, host=61e9, kv_gen=math.inf),
         AHEAD + "; leave the flag out",
