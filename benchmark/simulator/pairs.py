@@ -68,8 +68,8 @@ async def chat(url: str) -> None:
 
 
 def committed() -> list[Path]:
-    """The records that tests compare, in the order of ARMS."""
-    return [path for arm in ARMS if (path := COMMITTED / f"{arm}.jsonl").exists()]
+    """The record of each arm that is compared, in the order of ARMS."""
+    return [COMMITTED / f"{arm}.jsonl" for arm in ARMS]
 
 
 def flags(arm: str, model: str, folder: Path, record: Path) -> list[str]:
