@@ -17,6 +17,7 @@ LATE_S = 300.0
 def import_engine() -> None:
     """Import SGLang and put the hooks in place once; every child inherits both, and what takes a
     third of a start and is the same in all: each runs `lscpu` a dozen times."""
+    import sglang.srt.dllm.algorithm
     import sglang.srt.managers.scheduler
     import sglang.srt.models.registry  # noqa: F401
     from sglang.srt.arg_groups import arg_utils
