@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -291,6 +292,32 @@ def test_the_error_of_a_sample_is_said_and_the_cheapest_row_has_none(capsys, mon
     dram, ssd = row["dram_gb"], row["ssd_gb"]
     assert p90(dram, ssd) == pytest.approx(row["p90"], rel=0.01)
     assert p90(dram / 1.1, ssd) > 23 and (not ssd or p90(dram, ssd / 1.1) > 23)
+
+
+@pytest.mark.parametrize("needed", [0.9, 1.0, 1.05, 1.2, 1.3, 1.4, 2.0, 5.0])
+@pytest.mark.parametrize("ssd", [0.0, 30.0])
+def test_a_whole_load_that_needs_more_than_its_sample_is_run_a_few_times(needed, ssd, monkeypatch):
+    """needed: times the sample's sizes; 5 is more than all of its state."""
+    runs = []
+
+    def whole(job):
+        runs.append(job)
+        _, _, (dram, disk) = job
+        enough = dram + disk >= needed * (10 + ssd)
+        return SimpleNamespace(dram=dram, ssd=disk, p90=1 if enough else 3)
+
+    monkeypatch.setattr(buying, "_whole", whole)
+    monkeypatch.setattr(buying, "state_bytes", lambda setup: 3 * (10 + ssd))
+    row = buying._grown(None, "kv", (10.0, ssd), 2)
+    assert len(runs) <= 5
+    if needed > 3:
+        assert row.p90 > 2 and len(runs) == 2
+        return
+    assert row.p90 <= 2
+    steps = [step for step in range(buying.STEPS + 1) if 1.1**step >= needed]
+    if steps:
+        assert row.dram == pytest.approx(1.1 ** steps[0] * 10)
+        assert row.ssd == pytest.approx(1.1 ** steps[0] * ssd)
 
 
 def test_nothing_to_buy_is_said(capsys, tmp_path):

@@ -15,7 +15,7 @@ from sglang_hc.tools.cli.load import read_setup
 from sglang_hc.tools.cli.main import UsageError, blaming, number
 from sglang_hc.tools.price_file import read_prices, sample_prices
 from sglang_hc.tools.simulator.buying import LESS, Row, smallest
-from sglang_hc.tools.simulator.run import Result, Setup, simulate, state_bytes
+from sglang_hc.tools.simulator.run import Setup, simulate, state_bytes
 
 WORKERS = 2
 
@@ -117,7 +117,7 @@ def _found(job: tuple[str, Setup, float, bool]) -> Row:
     slot = setup.model.slot_bytes
     dram, ssd = smallest(measured, target, state_bytes(sample), slot, with_ssd=with_ssd)
     if share == 1:
-        return Row.of(measured(dram, ssd), form)
+        return measured(dram, ssd)
     return _grown(setup, form, (dram, ssd / share) if ssd else (dram / share, 0.0), target)
 
 
@@ -138,21 +138,33 @@ def _sample(setup: Setup) -> Setup:
 
 
 def _grown(setup: Setup, form: str, sizes: Sizes, target: float) -> Row:
-    """The whole load with these sizes, with somewhat larger ones if it needs them, or with room for
-    all of its state."""
+    """The whole load with these sizes, with the smallest of somewhat larger ones that it needs, or
+    with room for all of its state. Where all of that is not enough nothing between is tried: a run
+    of a whole load is what takes the time."""
     dram, ssd = sizes
-    larger = [(LESS**step * dram, LESS**step * ssd) for step in range(STEPS + 1)]
     everything = state_bytes(setup)
-    larger.append((larger[-1][0], everything) if ssd else (everything, 0.0))
-    for one in larger:
-        row = _whole((setup, form, one))
+
+    def larger(step: int) -> Row:
+        return _whole((setup, form, (LESS**step * dram, LESS**step * ssd)))
+
+    row = larger(0)
+    if row.p90 <= target or dram + ssd >= everything:
+        return row
+    most = (LESS**STEPS * dram, everything) if ssd else (everything, 0.0)
+    best = _whole((setup, form, most))
+    low, high = 1, STEPS + 1 if best.p90 <= target else 1
+    while low < high:
+        middle = (low + high) // 2
+        row = larger(middle)
         if row.p90 <= target:
-            break
-    return row
+            best, high = row, middle
+        else:
+            low = middle + 1
+    return best
 
 
 def _whole(job: tuple[Setup, str, Sizes]) -> Row:
-    """A load with tiers of these sizes."""
+    """All of a load with tiers of these sizes."""
     setup, form, (dram, ssd) = job
     return Row.of(simulate(replace(setup, dram=dram, disk=ssd)), form)
 
@@ -181,15 +193,14 @@ class _Measured:
 
     def __init__(self, setup: Setup, form: str) -> None:
         self._setup, self._form = setup, form
-        self._known: dict[tuple[int, int], Result] = {}
+        self._known: dict[tuple[int, int], Row] = {}
 
-    def __call__(self, dram: float, ssd: float) -> Result:
+    def __call__(self, dram: float, ssd: float) -> Row:
         key = int(dram), int(ssd)
         if key not in self._known:
             if sys.stderr.isatty():
                 print(f"{self._form}: {dram / 1e9:.1f} + {ssd / 1e9:.1f} GB", file=sys.stderr)
-            result = simulate(replace(self._setup, dram=dram, disk=ssd))
-            self._known[key] = replace(result, events=[])  # they are many
+            self._known[key] = _whole((self._setup, self._form, (dram, ssd)))
         return self._known[key]
 
 

@@ -18,9 +18,6 @@ LESS = 1.1
 
 SMALLEST_BLOCKS = 64
 
-Measure = Callable[[float, float], Result]
-"""Simulates with so many bytes of DRAM and of SSD."""
-
 
 @dataclass(frozen=True)
 class Row:
@@ -58,6 +55,10 @@ class Row:
         )
 
 
+Measure = Callable[[float, float], Row]
+"""Simulates with so many bytes of DRAM and of SSD."""
+
+
 def sizes(low: float, high: float) -> list[float]:
     """From `low` to `high`, each STEP times the one before or a little less."""
     if high <= low:
@@ -81,7 +82,7 @@ def smallest(
     everything = max(everything, low)
 
     def p90(dram: float, ssd: float) -> float:
-        return spread("ttft", measure(dram, ssd).measures.ttft)["ttft_p90"]
+        return measure(dram, ssd).p90
 
     def beside(ssd: float) -> Callable[[float], float]:
         return lambda dram: p90(dram, ssd)
