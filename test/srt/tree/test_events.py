@@ -26,6 +26,8 @@ from benchmark.hooks.parts import CPU, cache_params, fill, scheduler_with, tiers
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.restore.prerestored import PrerestoredBlocks
 from sglang_hc.srt.engine.streams import ComputeStream
+from sglang_hc.srt.model.weight_versions import WeightVersions
+from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.srt.tree import events
 from sglang_hc.srt.tree.device_tree import readable
 from sglang_hc.srt.tree.events import (
@@ -85,8 +87,9 @@ class World:
         own.event_publisher, own.requests = self.publisher, []
         ahead = PrerestoredBlocks(params.token_to_kv_pool_allocator, self.tiers.restorer, compute)
         self.tree = HcRadixCache(
-            readable(params, None), self.tiers, own, compute, ahead, events=told
-        )
+            readable(params, None), self.tiers, own, compute, ahead,
+            WeightVersions(StartGroup(0, 1)), events=told,
+        )  # fmt: skip
         self.scheduler = SimpleNamespace(
             kv_events_publisher=SimpleNamespace(publish_kv_events=self.tree.take_events)
         )
@@ -246,6 +249,25 @@ def test_a_label_that_may_be_cut_off_names_nobody(length: int, found: int) -> No
     announcer = Announcer(SimpleNamespace(page_size=PAGE), lambda block_id: block, Counter())
     assert len([*announcer._found([block.block_id])]) == found
     announcer.close()
+
+
+def test_state_of_the_weights_of_now_alone_is_told(tmp_path: Path) -> None:
+    """On the device and in each tier; and again when they come back."""
+    world = World(disk=tmp_path / "d")
+    names = [Namespace(weights=weights).pack() for weights in (None, "b")]
+    digests = iter("aba")
+    world.tree.weights._digest = lambda: next(digests)
+    for number in (0, 1):
+        world.say(prompt(1, 200), names[number])
+        world.agree()
+        media = [medium for medium, held in world.reader.held.items() if held]
+        assert sorted(media) == ["CPU_PINNED", "DISK", "GPU"]
+        with world.tree.weights_change(list):
+            pass
+        world.tree.weights_settled()
+        world.agree()
+        assert any(world.reader.held.values()) == (number == 1)
+    world.close()
 
 
 def test_what_is_forgotten_while_it_is_in_use_is_told_gone(world: World) -> None:
