@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sglang_hc.srt.model.weight_versions import digest_of
 from support.adapters import adapter_flags, adapter_ids, write_adapter
 from support.core import MODELS, Core, Reply, run_in_child
 from support.prompts import SMALL, on_disk, prompt
@@ -156,6 +157,22 @@ def test_what_ran_while_the_weights_changed_is_of_no_version(form: str, new: str
     assert found["old"][1].host == 199
     assert [reply.tokens for reply in found["old"]] == [right["old"]] * 2
     assert found["late"].cached <= len(LATE), "its reply is of no version"
+
+
+def read_twice(model: str) -> tuple[str, str]:
+    """The digest before and behind what runs."""
+    core = Core("--hc-forms", "kv", *SMALL, model=model)
+    served = [core.scheduler.tp_worker.model_runner.model]
+    before = digest_of(served)
+    ask(core)
+    return before, digest_of(served)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["deepseek-v2", "qwen3-moe", "gpt2", "gemma"])
+def test_what_runs_leaves_no_mark_in_the_digest(models: None, model: str) -> None:
+    before, behind = run_in_child(read_twice, model)
+    assert before == behind
 
 
 # -- adapters ------------------------------------------------------------------------------------
