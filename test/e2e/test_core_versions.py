@@ -113,7 +113,7 @@ def in_parts(form: str, new: str) -> dict[str, Any]:
 
     def bring(weights: list[Any]) -> None:
         sent = [MultiprocessingSerializer.serialize(weights)]
-        request = UpdateWeightsFromTensorReqInput(sent, load_format=None, flush_cache=False)
+        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=sent, flush_cache=False)
         assert updater.update_weights_from_tensor(request).success
 
     def update(path: str, calls: int) -> None:
@@ -225,7 +225,9 @@ def on_a_rank(rank: int, port: int, new: str) -> list[tuple[str, str | None, Rep
         if name == "torn" and rank:
             fails: Any = lambda *_, **__: (False, "planted")  # noqa: E731
             WeightUpdater.update_weights_from_disk = fails  # type: ignore[method-assign]
-        request = UpdateWeightFromDiskReqInput(path, load_format="auto", flush_cache=False)
+        request = UpdateWeightFromDiskReqInput(
+            model_path=path, load_format="auto", flush_cache=False
+        )
         core.inbox.append(request)
         core.run()
         found.append((name, core.tree.version, core.ask(ASKED, 8)))
