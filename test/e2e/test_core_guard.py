@@ -26,7 +26,7 @@ FLAGS = (
 )
 OWN = {"load_back", "insert_restoring_node", "load_met", "refuse", "commit", "drop",
        "forget", "give_up", "stats", "stopped", "ongoing_load_back", "version",
-       "weights", "weights_change", "weights_settled"}  # fmt: skip
+       "weights_change", "weights_settled"}  # fmt: skip
 """Public names of the tree that only our own code calls, whose callers are guarded."""
 
 GUARDED = {
