@@ -106,14 +106,15 @@ def in_parts(form: str, new: str) -> dict[str, Any]:
         EndWeightUpdateReqInput,
         UpdateWeightsFromTensorReqInput,
     )
-    from sglang.srt.utils import MultiprocessingSerializer
 
     core = Core("--hc-forms", form, *SMALL, "--max-running-requests", "1")
     updater = core.scheduler.weight_updater
+    updater.tp_worker.deserialize_own_rank = list  # SGLang's own way there needs a GPU
 
-    def bring(weights: list[Any]) -> None:
-        sent = [MultiprocessingSerializer.serialize(weights)]
-        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=sent, flush_cache=False)
+    def bring(weights: Any) -> None:
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=weights, flush_cache=False
+        )
         assert updater.update_weights_from_tensor(request).success
 
     def update(path: str, calls: int) -> None:
