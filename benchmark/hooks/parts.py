@@ -33,6 +33,8 @@ from sglang_hc.restore.prerestored import PrerestoredBlocks
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.restore.timed_restorer import TimedRestorer
 from sglang_hc.srt.engine.streams import ComputeStream
+from sglang_hc.srt.model.weight_versions import WeightVersions
+from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.device_tree import readable
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
@@ -91,7 +93,8 @@ def cache_over(
     """The tree of a scheduler, by default one with nobody waiting."""
     params, compute = readable(cache_params(), order), ComputeStream(CPU)
     ahead = PrerestoredBlocks(params.token_to_kv_pool_allocator, tiers.restorer, compute)
-    return HcRadixCache(params, tiers, scheduler or scheduler_with(0), compute, ahead)
+    own = scheduler or scheduler_with(0)
+    return HcRadixCache(params, tiers, own, compute, ahead, WeightVersions(StartGroup(0, 1)))
 
 
 def scheduler_with(decoding: int) -> SimpleNamespace:

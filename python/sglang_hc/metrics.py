@@ -75,6 +75,8 @@ COUNTS = {
     "audit_differences": "Of these, those that were not what their tokens give.",
     "audit_skipped_blocks": "Blocks picked for an audit that found no time or room, or moved.",
     "audit_stops": "Forms that are not used any more because of such differences.",
+    "weight_changes": "Times that the weights of the model had changed, perhaps to the same ones.",
+    "mixed_requests": "Requests not kept because the weights changed while they ran.",
     "evicted_blocks": "Blocks that left the host tier.",
     "expired_blocks": "Blocks that left the host tier because nobody used them for --hc-ttl.",
     "pins_refused": "Pins of requests that a bound refused or that found nothing to hold.",

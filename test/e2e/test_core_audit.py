@@ -19,6 +19,7 @@ from support.adapters import adapter_flags, adapter_ids, write_adapter
 from support.audits import ALL, audit_all, below, leave, path_of, server
 from support.core import Core, Once, Reply, run_in_child
 from support.prompts import prompt
+from support.versions import new_version
 
 MODEL = "llama-gqa"
 
@@ -240,7 +241,7 @@ def emptied(how: str) -> dict[str, int]:
     if how == "flush":
         assert core.scheduler.flush_cache()
     else:
-        core.tree.forget_saved()
+        new_version(core)
     assert not core.tree.audit.waiting
     core.settle()
     core.ask(PROMPT, 1)

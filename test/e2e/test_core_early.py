@@ -12,6 +12,7 @@ from support import leaks
 from support.core import Core, run_in_child
 from support.profiles import cost_model, write
 from support.prompts import SMALL
+from support.versions import new_version
 
 TURNS = 6
 
@@ -81,7 +82,7 @@ def disturbed(profile: str) -> tuple[list[list[int]], list[tuple[str, int]]]:
     core, seen, found = server.core, [], []
 
     def clear() -> None:
-        core.tree.forget_saved()  # as where the weights change
+        new_version(core)
 
     def pressure() -> None:
         core.evict()

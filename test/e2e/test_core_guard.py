@@ -25,7 +25,8 @@ FLAGS = (
     *("--kv-events-config", '{"publisher": "zmq", "endpoint": "inproc://events"}'),
 )
 OWN = {"load_back", "insert_restoring_node", "load_met", "refuse", "commit", "drop",
-       "forget", "give_up", "forget_saved", "stats", "stopped", "ongoing_load_back"}  # fmt: skip
+       "forget", "give_up", "stats", "stopped", "ongoing_load_back", "version",
+       "weights_change", "weights_settled"}  # fmt: skip
 """Public names of the tree that only our own code calls, whose callers are guarded."""
 
 GUARDED = {

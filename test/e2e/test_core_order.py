@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from support.during import When
 from support.meetings import HeldDisk, halving_profile, second_turn, start
 from support.ordered_core import OrderedCore
 from support.prompts import prompt
+from support.versions import new_version
 
 POOL = 640
 FLAGS = (
@@ -80,8 +82,9 @@ def weights_come_too_early(core: OrderedCore) -> None:
 
 
 def forget_at_once(core: OrderedCore) -> None:
-    """New weights: the tiers are cleared on the schedule stream while requests run."""
-    core.tree.forget_saved = core.tree.tiers.clear
+    """New weights: stages are dropped on the schedule stream while requests run."""
+    tree = core.tree
+    tree._begin_version = lambda: tree.tiers.begin_version(tree.weights.made)
 
 
 def served(
@@ -115,7 +118,7 @@ def served(
         running = core.scheduler.running_batch.reqs
         return bool(running) and len(running[0].output_ids) > 4
 
-    decodes = When(decoding, core.tree.forget_saved)
+    decodes = When(decoding, partial(new_version, core))
     core.run(each_pass=decodes)
     assert decodes.called
     core.settle()

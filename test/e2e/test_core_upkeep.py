@@ -12,6 +12,7 @@ from sglang_hc.capture.saving import STRAIGHT_ROWS
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.core import MODELS, Core, Reply, run_in_child
 from support.prompts import SMALL, prompt
+from support.versions import new_version
 
 FORMS = ("hidden", "kv")
 HIDDEN = (pytest.param("hidden", marks=pytest.mark.slow), "hidden:2,kv:2")
@@ -47,7 +48,11 @@ def emptied(form: str) -> dict[str, Any]:
     )
     assert core.scheduler.weight_updater.update_weights_from_disk(request).success
     core.settle()
-    found["blocks of old weights"] = core.tree.stats()["host_blocks"]
+    found["blocks of the same weights"] = core.tree.stats()["host_blocks"]
+    core.evict()
+    found["with the same weights"] = core.ask(prompt(2, 200), 8)
+    new_version(core)
+    core.settle()
     found["with new weights"] = core.ask(prompt(2, 200), 8)
     return found
 
@@ -62,9 +67,11 @@ def test_no_salt_no_flush_and_no_weights_let_state_through(models: None, form: s
     assert flushed["host_blocks"] == 0 and flushed["host_free_slots"] == flushed["host_slots"]
     assert flushed["evictable"] == 0 and found["after the flush"].cached == 0
     assert found["held again"] >= 3
-    assert found["blocks of old weights"] == 0 and found["with new weights"].host == 0
+    assert found["blocks of the same weights"] == found["held again"]
+    assert found["with the same weights"].host == 199 and found["with new weights"].cached == 0
     replies = (
         *found["fresh"], *found["again"], found["after the flush"], found["with new weights"],
+        found["with the same weights"],
     )  # fmt: skip
     assert len({tuple(reply.tokens) for reply in replies}) == 1
 

@@ -1,4 +1,4 @@
-"""Weights that are changed in a session of SGLang's: nothing saved before its end is served."""
+"""Sessions in which weights are changed, and weights that may not be."""
 
 from __future__ import annotations
 
@@ -6,31 +6,40 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from sglang_hc.tree.namespaces import Namespace
 from support.core import Core, run_in_child
 from support.prompts import SMALL, prompt
 from support.ranked_core import StagedCore, run_ranks
 
 
-def in_a_session() -> tuple[int, int, int]:
-    """Blocks in host memory before the session, while it is open, and behind its end."""
+def in_a_session() -> tuple[list[int], list[int]]:
+    """Blocks in host memory before a session that changes nothing, while it is open and somebody
+    asks, and behind its end; and what three requests find: while it is open, and behind it what was
+    asked before and what was asked meanwhile."""
     from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 
     core = Core("--hc-forms", "kv", *SMALL)
-    updater = core.scheduler.weight_updater
+    updater, blocks = core.scheduler.weight_updater, []
 
-    def kept() -> int:
-        core.ask(prompt(2, 200), 8)
+    def asked(seed: int) -> int:
+        reply = core.ask(prompt(seed, 200), 8)
         core.push_out()
         core.settle()
-        blocks: int = core.tree.stats()["host_blocks"]
-        return blocks
+        return reply.cached
 
-    before = kept()
+    def held() -> None:
+        nodes = core.tree.tiers.host.tree.nodes()
+        blocks.append(sum(Namespace.of(node.namespace).client.key != "flood" for node in nodes))
+
+    assert not asked(2)
+    held()
     assert updater.begin_weight_update(BeginWeightUpdateReqInput()).success
-    meanwhile = kept()
+    hits = [asked(2)]
+    asked(3)
+    held()
     assert updater.end_weight_update(EndWeightUpdateReqInput()).success
-    core.settle()
-    return before, meanwhile, core.tree.stats()["host_blocks"]
+    held()
+    return blocks, [*hits, asked(2), asked(3)]
 
 
 def without_a_session() -> tuple[int, int]:
@@ -51,9 +60,10 @@ def test_an_update_that_changes_nothing_forgets_nothing(models: None) -> None:
     assert before == behind > 0
 
 
-def test_the_end_of_a_session_forgets_what_was_saved(models: None) -> None:
-    before, meanwhile, behind = run_in_child(in_a_session)
-    assert before >= 3 and meanwhile >= before and behind == 0
+def test_nothing_is_kept_or_found_while_a_session_is_open(models: None) -> None:
+    blocks, hits = run_in_child(in_a_session)
+    assert blocks[0] >= 3 and blocks == [blocks[0]] * 3
+    assert hits == [0, 199, 0]
 
 
 def in_a_pipeline(rank: int, port: int) -> list[tuple[bool, bool, str]]:

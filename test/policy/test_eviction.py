@@ -63,6 +63,33 @@ class Host:
         return [self.leave() for _ in range(self.tier.published_blocks)]
 
 
+@given(
+    st.sampled_from(POLICIES),
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("keep"), st.sampled_from("ab"), st.sampled_from(["xy", "xz", "z"])),
+            st.tuples(st.just("present"), st.sampled_from("ab"), st.none()),
+            st.tuples(st.just("evict"), st.none(), st.none()),
+        ),
+        max_size=30,
+    ),
+)
+def test_what_other_weights_made_leaves_first(name: str, steps: list[tuple[str, str, str]]) -> None:
+    """Whichever was used last, and again when the weights come back."""
+    host, present = Host(name), ""
+    for now, (step, weights, path) in enumerate(steps):
+        if step == "keep":
+            keep(host.tier, tokens_of(path), now=now, namespace=weights)
+        elif step == "present":
+            present = weights
+            host.tier.prefer(weights.__eq__)
+        elif present:
+            nodes = host.tier.tree.nodes
+            others = sum(node.namespace != present for node in nodes())
+            host.tier.evict(1, now)
+            assert sum(node.namespace != present for node in nodes()) == max(0, others - 1)
+
+
 def test_victims_may_be_taken_one_by_one_and_uncover_their_parents():
     host = Host("lru")
     for path in ("abc", "xyz"):

@@ -237,17 +237,6 @@ def test_two_requests_wait_for_one_end() -> None:
     assert world.ready(one) and world.ready(two) and world.deepest("abcd") == 4
 
 
-def test_the_weights_changed() -> None:
-    world = EndsWorld()
-    world.end("abcd")
-    world.forget_host()
-    world.disk.disown()
-    request = world.ask("abcd")
-    assert world.ready(request) and not world.parts.moves
-    world.end("xy")
-    assert not world.parts.moves
-
-
 def test_ends_that_are_forgotten_do_not_come() -> None:
     world = EndsWorld()
     world.end("abcd")

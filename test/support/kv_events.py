@@ -136,10 +136,13 @@ def difference(found: dict[str, set[int]], wanted: dict[str, set[int]]) -> dict[
 
 
 def truth(core: Any) -> dict[str, set[int]]:
-    """Hashes of what the tree and the tiers of a core hold, worked out from whole paths."""
+    """Hashes of what the tree and the tiers of a core hold of the weights of now, worked out from
+    whole paths."""
     tree, page = core.tree, core.tree.page_size
     held: dict[str, set[int]] = {medium: set() for medium in MEDIA}
     for node in tree.nodes():
+        if not tree.weights.made(node.key.extra_key):
+            continue
         path: list[int] = []
         above = node
         while len(above.key):
@@ -147,11 +150,16 @@ def truth(core: Any) -> dict[str, set[int]]:
             above = above.parent
         held["GPU"] |= path_hashes(path, page)
     for block in tree.tiers.host.tree.nodes():
+        if not tree.weights.made(block.namespace):
+            continue
         tokens = b"".join(one.tokens for one in block.path())
         held["CPU_PINNED"] |= path_hashes(_ids(tokens), page)
     if tree.tiers.disk is not None and "disk_blocks" in tree.tiers.disk.levels():
         store = store_of(core)
-        named = {name: store.named(name) for name in store.block_ids()}
+        known = ((name, store.named(name)) for name in store.block_ids())
+        named = {
+            name: one for name, one in known if one and tree.weights.made(one.namespace or None)
+        }
         for block in named.values():
             tokens, one = b"", block
             while one is not None:

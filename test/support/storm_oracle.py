@@ -113,7 +113,7 @@ class Oracle:
             return str(first)
         folder = self.folder / f"{model}-{version}"
         if not folder.exists():
-            _change_weights(first, folder, version)
+            change_weights(first, folder, version)
         return str(folder)
 
     def adapter(self, adapter: str) -> str:
@@ -171,7 +171,7 @@ def load_weights(core: Core, folder: str) -> None:
     assert output.success, output.message
 
 
-def _change_weights(source: Path, folder: Path, version: int) -> None:
+def change_weights(source: Path, folder: Path, version: int) -> None:
     """Every matrix of attention differs by a few percent."""
     import torch
     from safetensors.torch import load_file, save_file

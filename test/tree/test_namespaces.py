@@ -11,13 +11,14 @@ from sglang_hc.tree.namespaces import MAX_KEY_BYTES, Namespace, client_namespace
 texts = st.text(st.characters(codec="utf-8"), max_size=5)
 sly = st.sampled_from(["", "s0:", "k1:a", "s1:ak1:b", "a2:ff", "c", "1:", "k01:a", "s4:acmek1:2"])
 values = st.none() | texts | sly
-parts = st.builds(Namespace, values, values, values, values, values)
+parts = st.builds(Namespace, *[values] * 6)
 
 
 @given(parts, parts)
 @example(Namespace(salt="acme", key="2"), Namespace(salt="acme2"))
 @example(Namespace(salt="acme", key="2"), Namespace(key="s4:acmek1:2"))
 @example(Namespace(key="ab"), Namespace(key="a", adapter="b"))
+@example(Namespace(key="a", weights="b"), Namespace(key="a", adapter="b"))
 def test_other_parts_have_another_name(one: Namespace, other: Namespace) -> None:
     assert (one.pack() == other.pack()) == (one == other)
 
@@ -37,7 +38,7 @@ def test_any_text_is_a_namespace(text: str) -> None:
 
 
 @given(values, values)
-def test_a_client_names_neither_a_cut_nor_an_adapter(salt: str | None, key: str | None) -> None:
+def test_a_client_names_no_cut_no_adapter_and_no_weights(salt: str | None, key: str | None) -> None:
     found = Namespace.of(client_namespace(salt, key))
     assert found == Namespace(salt=salt, key=key) == found.client
 

@@ -232,13 +232,12 @@ class Capture:
         if self.hidden is not None:
             self.hidden.snapshots.flush()
 
-    def clear(self) -> None:
-        """Forget every stage and every block. Waits until every row is in its slot."""
+    def drop_all(self) -> None:
+        """Forget every stage. Waits until every row is in its slot."""
         for request in list(self._stages):
             self.drop(request)
         self.flush()
         self.scatters.drain()
-        self._tier.clear()
 
     def staged_slots(self) -> int:
         """Slots owned by running requests."""

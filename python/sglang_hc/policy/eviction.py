@@ -28,6 +28,9 @@ POLICIES = ("queue", "lru")
 Key = tuple[float, ...]
 """Least leaves first; keys of one policy have one length."""
 
+OUTDATED, NOT_NEEDED, NEEDED = -1.0, 0.0, 1.0
+"""First part of the keys: what other weights made, and whether a waiting request needs a block."""
+
 
 class Block(Protocol):
     """What a policy sees of a block of some tier."""
@@ -146,6 +149,7 @@ class EvictionPolicy(ABC, Generic[B]):
         """Whether a block is in the tier. Asked often in every pass."""
         self._order: Leaves[B] = Leaves()
         self._ticks = 0
+        self._is_outdated: IsProtected[B] | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -197,6 +201,13 @@ class EvictionPolicy(ABC, Generic[B]):
             if above is not None:
                 self._push(above)
 
+    def outdate(self, is_outdated: Callable[[B], bool]) -> None:
+        """What this holds for leaves before all others, as long as nothing else is said here."""
+        self._is_outdated = is_outdated
+        for entry in self._entries.values():
+            if entry.block.is_leaf:
+                self._push(entry)
+
     def victims(self) -> Iterator[B]:
         """Leaves in the order they should leave.
 
@@ -208,7 +219,7 @@ class EvictionPolicy(ABC, Generic[B]):
             while (entry := self._first()) is not None:
                 entry.stamp = 0  # takes it out of the order
                 block = entry.block
-                if self.is_pinned(block):
+                if self.is_pinned(block) and self._rank(entry) != OUTDATED:
                     self._aside.add(block.block_id)
                     continue
                 aside.append(entry)
@@ -222,6 +233,11 @@ class EvictionPolicy(ABC, Generic[B]):
 
     @abstractmethod
     def _key(self, entry: Entry[B]) -> Key: ...
+
+    def _rank(self, entry: Entry[B]) -> float:
+        """First part of the key of what nobody needs."""
+        outdated = self._is_outdated is not None and self._is_outdated(entry.block)
+        return OUTDATED if outdated else NOT_NEEDED
 
     def _entered(self, entry: Entry[B]) -> None:
         """For subclasses: a block came in."""
@@ -254,7 +270,7 @@ class LruPolicy(EvictionPolicy[B]):
     """Least recently used first."""
 
     def _key(self, entry: Entry[B]) -> Key:
-        return (entry.used,)
+        return self._rank(entry), entry.used
 
 
 def _whole(block: Block) -> bytes:
@@ -266,16 +282,12 @@ def _whole(block: Block) -> bytes:
     return parent.block_id
 
 
-NOT_NEEDED, NEEDED = 0.0, 1.0
-"""First part of the queue policy's keys: whether a waiting request needs the block."""
-
-
 class QueuePolicy(EvictionPolicy[B]):
     """The waiting queue decides (AttentionStore section 3.3.2), per block.
 
     Blocks needed inside the look-ahead window leave only when nothing else is left, the one needed
-    last first. Of the others the oldest leaves, or, where blocks as old as it are mostly used
-    before the youngest (`SetDueling`), the youngest.
+    last first; outdated ones leave first. Of the others the oldest leaves, or, where blocks as old
+    as it are mostly used before the youngest (`SetDueling`), the youngest.
     """
 
     by_need = True
@@ -306,7 +318,7 @@ class QueuePolicy(EvictionPolicy[B]):
         if item is None:
             return None
         key, _, first = item
-        return first if key[0] == NEEDED else self._preferred_to(first) or first
+        return first if key[0] != NOT_NEEDED else self._preferred_to(first) or first
 
     def _preferred_to(self, oldest: Entry[B]) -> Entry[B] | None:
         """The youngest, where it should leave before the oldest. Now and then both begin a duel."""
@@ -320,7 +332,7 @@ class QueuePolicy(EvictionPolicy[B]):
 
     def _key(self, entry: Entry[B]) -> Key:
         use = self._window.next_use(entry.block.block_id)
-        return (NOT_NEEDED, entry.used) if use is None else (NEEDED, -use)
+        return (self._rank(entry), entry.used) if use is None else (NEEDED, -use)
 
     def _need_changed(self, block_ids: Sequence[bytes]) -> None:
         for entry in map(self._entries.get, block_ids):

@@ -162,6 +162,10 @@ def all_hooks() -> list[Hook]:
             for name in weights.UPDATES
         ),
         *(
+            Hook(f"{updates}.{name}", around, weights.move_weights, guard.STALE)
+            for name in weights.IN_MEMORY
+        ),
+        *(
             Hook(f"{updates}.{name}", around, weights.use_weights, answer)
             for name in weights.OTHERS
         ),

@@ -102,7 +102,6 @@ class EndsBelow:
         self._is_kept = is_kept
         self._pause = pause
         self._name = ends.layout.fingerprint(host.tree.fingerprint)
-        self._usable = True
         self._tickets = itertools.count(1)
         self._writes: dict[int, EndPart] = {}
         self._reads: dict[int, tuple[_Fetch, int]] = {}
@@ -130,7 +129,7 @@ class EndsBelow:
     def write_through(self, part: EndPart) -> None:
         """The bytes of a part are in place: write it, unless it came from below."""
         node, name = part.node, self.part_id(part.node.block_id)
-        if not self._usable or part.source is not SourceTier.HOST or part in self._writes.values():
+        if part.source is not SourceTier.HOST or part in self._writes.values():
             return
         if not self._io.wants(name, had=part.below) or not self._is_kept(node):
             return
@@ -158,7 +157,7 @@ class EndsBelow:
                 return FoundEnd(blocks, usable, tuple(lacking))
             if asked < ASKED:
                 asked += 1
-                if self._usable and self._io.ask(names):
+                if self._io.ask(names):
                     return None
         return FoundEnd(usable, usable, ())
 
@@ -234,12 +233,6 @@ class EndsBelow:
             if names(fetch.path.prefix.namespace):
                 self._lose(fetch)
 
-    def disown(self) -> None:
-        """The weights changed: see `LowerTier.disown`."""
-        self.drain()
-        self.give_up()
-        self._usable = False
-
     def erase(self, what: Forgetting | None, block_ids: Sequence[bytes], ended: Ended) -> None:
         """As `LowerTier.erase`, of the parts of these blocks. Ends that are on their way do not
         come, nor those that somebody asks for meanwhile."""
@@ -276,7 +269,7 @@ class EndsBelow:
         return match.nodes[: match.tokens // BLOCK_TOKENS]
 
     def _contains(self, names: Sequence[bytes]) -> bool:
-        return self._usable and self._io.contains(names) == len(names)
+        return self._io.contains(names) == len(names)
 
     def _has_own_part(self, path: BlockPath, nodes: Sequence[BlockNode], blocks: int) -> bool:
         """Whether the last part that an end needs is there or below, or on its way."""

@@ -81,7 +81,6 @@ class LowerTier:
         self._io = io
         self._host = host
         self.now, self.began = clock, clock()
-        self._usable = True
         self.coming = Promotions(host)
         self.ends: EndsBelow | None = None
         self.named: Callable[[bytes], Block | None] = lambda block_id: None
@@ -122,7 +121,7 @@ class LowerTier:
             self._write(node)
 
     def _write(self, node: BlockNode) -> None:
-        if not self._usable or not node.is_full or not self._io.wants(node.block_id):
+        if not node.is_full or not self._io.wants(node.block_id):
             return
         path = node.path()
         trusted = self._distrusted.isdisjoint(one.block_id for one in path)
@@ -146,7 +145,7 @@ class LowerTier:
         """A path was used: write those of its blocks whose writes failed, if writes end well again,
         and those that are worth it now."""
         if self._admission is not None:
-            if path and self._usable and self._is_kept(path[0].namespace):
+            if path and self._is_kept(path[0].namespace):
                 self._write_admitted([node for node in path if node.is_full], self._admission)
         elif self._unsaved and self._can_write:
             for node in path:
@@ -193,14 +192,14 @@ class LowerTier:
     def find(self, block_ids: Sequence[bytes]) -> int | None:
         """How many of the first identities are below the host tier, without a gap; None when that
         is not known yet, but soon."""
-        if not self._usable or not block_ids:
+        if not block_ids:
             return 0
         self._asks = self._io.ask(block_ids)
         return None if self._asks else self._io.contains(block_ids)
 
     def news(self, *, anew: bool = False) -> list[Change]:
-        """As in `BlockIo`; nothing once what is below belongs to other weights."""
-        return self._io.news(anew=anew) if self._usable else []
+        """As in `BlockIo`."""
+        return self._io.news(anew=anew)
 
     def fetch(self, path: BlockPath, first: int, count: int, is_protected: Protected = None) -> int:
         """Start reading blocks [first, first + count) of a path: as many leading ones as find a
@@ -218,8 +217,6 @@ class LowerTier:
     ) -> list[Promotion]:
         """Start reading blocks [low, high), the last one first, before what they continue is in
         the tree; see `Promotions.begin_tail`. The caller has `coming` join or give them up."""
-        if not self._usable:
-            return []
         now = self.now()
         promotions = self.coming.begin_tail(path, low, high, now, is_protected)
         self.read(promotions, [promotion.block_id for promotion in promotions])
@@ -344,20 +341,6 @@ class LowerTier:
 
     def _slot_of(self, ticket: int) -> int:
         return self._writes[ticket].slot if ticket in self._writes else self._reads[ticket][0].slot
-
-    def disown(self) -> None:
-        """The weights changed: what is on disk belongs to others, what comes has no identity."""
-        self.drain()
-        if self._usable:
-            logger.warning("sglang-hc: the weights changed; the disk tier is off until a restart")
-        self._usable = False
-        if self.ends is not None:
-            self.ends.disown()
-
-    @property
-    def is_disowned(self) -> bool:
-        """Whether what is below belongs to other weights."""
-        return not self._usable
 
     def erase(self, what: Forgetting | None, block_ids: Sequence[bytes], ended: Ended) -> None:
         """Erase the blocks of some namespaces, or every block for None, below the host tier, behind

@@ -38,7 +38,10 @@ class Came(NamedTuple):
 
 
 class Anew(NamedTuple):
-    """Whatever was told before is void; everything that is there follows."""
+    """Whatever was told before is void; everything that is there follows. weights: see
+    `namespaces.Namespace`; what others made is not told."""
+
+    weights: str | None = None
 
 
 Note = Came | Change | Anew

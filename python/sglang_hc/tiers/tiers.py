@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sglang_hc.capture.capture import Capture, Segment
@@ -138,10 +138,25 @@ class Tiers:
         self.drain()
         if self.disk is not None:
             self.disk.coming.give_up_all()
+        self._let_go()
+        self.host.clear()
+
+    def begin_version(self, made: Callable[[str | None], bool]) -> None:
+        """The weights are others: of what runs nothing more is saved, and what other weights made
+        leaves host memory first from now on. Waits for copies under way, but for no disk. made:
+        whether the weights of now made what is in a namespace."""
+        self.restorer.run_now()
+        self._let_go()
+        self.host.prefer(made)
+        if self.ends is not None:
+            self.ends.prefer(made)
+
+    def _let_go(self) -> None:
+        """Wait for copies under way, and drop what running requests have staged."""
         self.restorer.clear()
         if self.states is not None:
             self.states.restorer.clear()
-        self.capture.clear()
+        self.capture.drop_all()
 
     def forget(self, what: Forgetting) -> list[bytes]:
         """Forget namespaces in host memory, what comes to it and their pins included. Returns the

@@ -44,8 +44,8 @@ def cut_namespace(base: str | None, head: int, dropped: int, before: bytes) -> s
 
 
 def base_namespace(namespace: str | None) -> str | None:
-    """The namespace of a path without its cut, if it has one."""
-    return Namespace.of(namespace)._replace(cut=None).pack()
+    """The namespace of a path without its cut, if it has one, whichever weights made it."""
+    return Namespace.of(namespace)._replace(cut=None, weights=None).pack()
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,10 @@ class Ends:
             self._policy.access([end])
             self._outlived.pop(end, None)
 
+    def prefer(self, made: Callable[[str | None], bool]) -> None:
+        """As `HostTier.prefer`."""
+        self._policy.outdate(lambda end: not made(end.node.namespace))
+
     # -- make ------------------------------------------------------------------------------------
 
     def stage(self, is_protected: IsProtected[End] | None = None) -> int | None:

@@ -184,6 +184,10 @@ class HostTier:
             self.drop(node)
         return [node.block_id for node in nodes]
 
+    def prefer(self, made: Callable[[str | None], bool]) -> None:
+        """Blocks of other namespaces than these leave first from now on."""
+        self._policy.outdate(lambda node: not made(node.namespace))
+
     def clear(self) -> None:
         """Forget every block. Pinned slots are freed by their last `unpin`; staged ones stay."""
         nodes = list(self.tree.nodes())

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 MAX_KEY_BYTES = 1024
 """Longest `cache_salt` and longest `extra_key`, in bytes of UTF-8."""
 
-_PART = re.compile(r"([skhca])(0|[1-9][0-9]*):", re.ASCII)
+_PART = re.compile(r"([skhcaw])(0|[1-9][0-9]*):", re.ASCII)
 
 
 class Namespace(NamedTuple):
@@ -25,7 +26,8 @@ class Namespace(NamedTuple):
 
     salt, key: `cache_salt` and `extra_key` of the client. hashed: in place of a key that a server
     cannot keep as it is. cut: names what was dropped from the prompt (`tree.cuts`). adapter: digest
-    of the adapter's content.
+    of the adapter's content. weights: digest of the model's, where they are not those that it was
+    started with, which the fingerprint covers.
     """
 
     salt: str | None = None
@@ -33,6 +35,7 @@ class Namespace(NamedTuple):
     hashed: str | None = None
     cut: str | None = None
     adapter: str | None = None
+    weights: str | None = None
 
     @classmethod
     def of(cls, text: str | None) -> Namespace:
@@ -47,7 +50,7 @@ class Namespace(NamedTuple):
                 return cls.of_key(text)
             place = head.end() + int(head[2])
             found[head[1]] = text[head.end() : place]
-        parts = cls(*map(found.get, "skhca"))
+        parts = cls(*map(found.get, "skhcaw"))
         return parts if parts.pack() == text else cls.of_key(text)
 
     @classmethod
@@ -60,15 +63,21 @@ class Namespace(NamedTuple):
 
     def pack(self) -> str | None:
         """The name that requests and blocks carry; None for a namespace without parts."""
-        given = [(tag, part) for tag, part in zip("skhca", self, strict=True) if part is not None]
+        given = [(tag, part) for tag, part in zip("skhcaw", self, strict=True) if part is not None]
         if not given:
             return None
         return "".join(f"{tag}{len(part)}:{part}" for tag, part in given)
 
     @property
     def client(self) -> Namespace:
-        """The parts that a client chose: whose state it is, whatever was cut or adapted."""
-        return self._replace(cut=None, adapter=None)
+        """The parts that a client chose: whose state it is, whatever was cut or made it."""
+        return self._replace(cut=None, adapter=None, weights=None)
+
+
+@lru_cache(maxsize=4096)
+def weights_of(namespace: str | None) -> str | None:
+    """The weights that made what is in a packed namespace; see `Namespace`."""
+    return Namespace.of(namespace).weights
 
 
 def client_namespace(salt: object, key: object) -> str | None:

@@ -20,6 +20,8 @@ from sglang_hc.policy.restore_plan import Reason
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.restore.prerestored import PrerestoredBlocks
 from sglang_hc.srt.engine.streams import ComputeStream
+from sglang_hc.srt.model.weight_versions import WeightVersions
+from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.device_tree import readable
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
@@ -68,7 +70,10 @@ class World:
         order = DeviceOrder(FINGERPRINT, LookAhead())
         tiers, compute = tiers_of(4), ComputeStream(CPU)
         ahead = PrerestoredBlocks(own, tiers.restorer, compute)
-        self.tree = HcRadixCache(readable(params, order), tiers, scheduler_with(0), compute, ahead)
+        weights = WeightVersions(StartGroup(0, 1))
+        self.tree = HcRadixCache(
+            readable(params, order), tiers, scheduler_with(0), compute, ahead, weights
+        )
         self.locks: list[Any] = []
         self.waiting: dict[tuple[str | None, bytes], Any] = {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import socket
 import threading
 from array import array
@@ -16,16 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.disaggregation.kv_events import EventPublisherFactory
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
-from sglang.srt.mem_cache.events import KvEventLoraNames
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from benchmark.hooks.parts import CPU, cache_params, fill, scheduler_with, tiers_of
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.restore.prerestored import PrerestoredBlocks
-from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.tree import events
 from sglang_hc.srt.tree.device_tree import readable
 from sglang_hc.srt.tree.events import (
@@ -33,100 +27,20 @@ from sglang_hc.srt.tree.events import (
     EVENTS_AT_ONCE,
     FOUND_AT_ONCE,
     Announcer,
-    Events,
 )
-from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import Change
-from sglang_hc.store.disk import DirectorySpec, DiskStore, StoredModel, Upkeep
 from sglang_hc.store.disk.directory import steady_time
-from sglang_hc.store.disk.threads import DiskThreads
-from sglang_hc.store.known_blocks import KnownBlocks
-from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.tiers.residence import Anew
-from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.forgetting import Forgetting
 from sglang_hc.tree.identity import pack_tokens
 from sglang_hc.tree.namespaces import Namespace
 from support.disk_store import store_of
+from support.event_tree import PAGE, World, event_params
 from support.kv_events import Ports, Subscriber, settled
 from support.prompts import prompt
 from support.router import Router, needs_router
 from support.waiting import until
-
-PAGE = 16
-
-
-def event_params() -> Any:
-    return replace(
-        cache_params(), page_size=PAGE, enable_kv_cache_events=True,
-        kv_event_lora_names=KvEventLoraNames(),
-    )  # fmt: skip
-
-
-class World:
-    """A tree whose events somebody reads."""
-
-    def __init__(
-        self, disk: object = None, ports: Ports | None = None,
-        changed: dict[str, bool] | None = None, **config: Any,
-    ) -> None:  # fmt: skip
-        """disk: a directory below host memory; None for none. ports: of a server that has ended.
-        changed: parameters of the tree. config: more of `--kv-events-config`."""
-        self.ports, self.counters = ports or Ports(**config), Counter[str]()
-        self.publisher = EventPublisherFactory.create(self.ports.flags[1])
-        params = replace(event_params(), **(changed or {}))
-        self.tiers = tiers_of(64)
-        if disk is not None:
-            self.tiers.disk = disk_below(self.tiers, str(disk))
-        told = Events(params, self.tiers.host, self.tiers.disk, self.counters)
-        self.tiers.residence = told.residence
-        own, compute = scheduler_with(0), ComputeStream(CPU)
-        own.event_publisher, own.requests = self.publisher, []
-        ahead = PrerestoredBlocks(params.token_to_kv_pool_allocator, self.tiers.restorer, compute)
-        self.tree = HcRadixCache(
-            readable(params, None), self.tiers, own, compute, ahead, events=told
-        )
-        self.scheduler = SimpleNamespace(
-            kv_events_publisher=SimpleNamespace(publish_kv_events=self.tree.take_events)
-        )
-        self.reader = Subscriber(self.ports)
-
-    def settle(self) -> None:
-        """For `kv_events.settled`, which takes this for an engine."""
-        if self.tiers.disk is not None:
-            self.tiers.disk.drain()
-
-    def say(self, tokens: list[int], namespace: str | None = None) -> None:
-        """A path comes to the device and to host memory."""
-        key = RadixKey(array("q", tokens), namespace)
-        self.tree.insert(InsertParams(key, torch.arange(len(tokens))))
-        fill(self.tiers, namespace, pack_tokens(tokens))
-        for node in self.tiers.host.tree.nodes() if self.tiers.disk is not None else ():
-            self.tiers.disk.write_through(node)
-
-    def agree(self) -> None:
-        settled(self, self.reader)
-
-    def close(self) -> None:
-        self.tree.events.close()
-        self.publisher.shutdown()
-        atexit.unregister(self.publisher.shutdown)
-        self.reader.close()
-        if self.tiers.disk is not None:
-            self.tiers.disk.close()
-
-
-def disk_below(tiers: Tiers, folder: str) -> LowerTier:
-    """A store of real files, whose upkeep is done by whoever calls `tick`."""
-    pool, counters = tiers.restorer.path.pool, Counter[str]()
-    fingerprint = tiers.host.tree.fingerprint
-    model = StoredModel.of(pool.layout.chunks(), fingerprint, "tiny")
-    spec = DirectorySpec(folder, 80 * model.file_bytes)
-    store = DiskStore.open([spec], model, Upkeep(background=False))
-    below = LowerTier(KnownBlocks(DiskThreads(store, pool, counters)), tiers.host)
-    below.named = store.named
-    return below
 
 
 @pytest.fixture
@@ -246,6 +160,25 @@ def test_a_label_that_may_be_cut_off_names_nobody(length: int, found: int) -> No
     announcer = Announcer(SimpleNamespace(page_size=PAGE), lambda block_id: block, Counter())
     assert len([*announcer._found([block.block_id])]) == found
     announcer.close()
+
+
+def test_state_of_the_weights_of_now_alone_is_told(tmp_path: Path) -> None:
+    """On the device and in each tier; and again when they come back."""
+    world = World(disk=tmp_path / "d")
+    names = [Namespace(weights=weights).pack() for weights in (None, "b")]
+    digests = iter("aba")
+    world.tree.weights._digest = lambda: next(digests)
+    for number in (0, 1):
+        world.say(prompt(1, 200), names[number])
+        world.agree()
+        media = [medium for medium, held in world.reader.held.items() if held]
+        assert sorted(media) == ["CPU_PINNED", "DISK", "GPU"]
+        with world.tree.weights_change(list):
+            pass
+        world.tree.weights_settled()
+        world.agree()
+        assert any(world.reader.held.values()) == (number == 1)
+    world.close()
 
 
 def test_what_is_forgotten_while_it_is_in_use_is_told_gone(world: World) -> None:

@@ -80,6 +80,11 @@ def stays_out_of_tree(req: Any) -> bool:
     return req.skip_radix_cache_insert
 
 
+def keep_out_of_tree(req: Any) -> None:
+    """Have SGLang keep nothing of it from now on; what its tree has already stays."""
+    req.skip_radix_cache_insert = True
+
+
 def has_other_inputs(req: Any) -> bool:
     """Whether any of OTHER_INPUTS is there. SGLang takes them from a request that is over."""
     return any(getattr(req, name, None) is not None for name in OTHER_INPUTS)

@@ -146,6 +146,9 @@ class SglangTree(UnifiedRadixCache):
     events: Any = None
     """What tells KV events (`srt.tree.events.Events`); None where nobody is told."""
 
+    version: str | None = None
+    """In namespaces, the weights that there are now (`srt.model.weight_versions`)."""
+
 
 def method(
     drop: Callable[..., object] = nothing, answer: Callable[..., Any] | None = None

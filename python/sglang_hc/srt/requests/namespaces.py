@@ -3,8 +3,10 @@
 SGLang carries `cache_salt` and `extra_key` side by side and appends an adapter's id to the latter,
 so that different parts may make one key, and an adapter's id stays the same when its weights
 change. Here the client's parts are packed with their lengths where they enter (`tree.namespaces`),
-and the scheduler adds a digest of the adapter's weights before it looks for the request's prefix.
-From then on `extra_key` alone says whose state it is, on the device and below.
+and the scheduler adds a digest of the adapter's weights, and of the model's where they were
+updated, before it looks for the request's prefix. From then on `extra_key` alone says whose state
+it is, on the device and below. When the weights change, who waits gets another name, and what
+others have computed is of no version (`leave_version`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from sglang_hc.srt.arguments.server_args import config_of
 from sglang_hc.srt.binding import arguments, fields
 from sglang_hc.srt.engine.guard import tree_of
 from sglang_hc.srt.model.identity import adapter_digest
+from sglang_hc.tree.forgetting import FORGOTTEN
 from sglang_hc.tree.namespaces import Namespace, client_namespace
 
 _NAMED = "_hc_named"
@@ -69,10 +72,24 @@ def complete(self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     else:
         named = (Namespace() if key is None else Namespace.of_key(key))._replace(salt=salt)
     adapter = None if lora is None else _digest_of(self.tp_worker.model_runner, lora)
-    fields.set_namespace(req, named._replace(adapter=adapter).pack())
+    own = named._replace(adapter=adapter, weights=tree.version)
+    fields.set_namespace(req, own.pack())
     if adapter is not None and tree.events is not None:
         self.kv_event_lora_names.register(req)  # what KV events call this namespace's adapter
     keeps_state(req)  # while the request still has its inputs
+
+
+def leave_version(req: Any, weights: str | None) -> bool:
+    """The weights are others now. A request that waits asks for their state; nothing is kept, on
+    the device or below, of one that has computed something. Returns whether it would have been."""
+    namespace = fields.namespace_of(req)
+    if hasattr(req, _NAMED) and not (namespace or "").startswith(FORGOTTEN):
+        fields.set_namespace(req, Namespace.of(namespace)._replace(weights=weights).pack())
+    if fields.row_of(req) is None or fields.stays_out_of_tree(req):
+        return False
+    setattr(req, _KEPT, False)
+    fields.keep_out_of_tree(req)
+    return True
 
 
 def keeps_state(req: Any) -> bool:

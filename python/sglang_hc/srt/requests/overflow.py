@@ -177,10 +177,11 @@ def earlier_of(req: Any) -> EarlierCuts | None:
     known = _cut_of(req)
     if known is None or not known.cuts:
         return None
-    adapter = Namespace.of(fields.namespace_of(req)).adapter
-    if adapter is None:
+    own = Namespace.of(fields.namespace_of(req))
+    if own.adapter is None and own.weights is None:
         return known
-    cuts = [(n, Namespace.of(key)._replace(adapter=adapter).pack()) for n, key in known.cuts]
+    server = {"adapter": own.adapter, "weights": own.weights}
+    cuts = [(n, Namespace.of(key)._replace(**server).pack()) for n, key in known.cuts]
     return replace(known, cuts=tuple(cuts))
 
 

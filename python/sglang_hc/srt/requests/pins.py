@@ -29,6 +29,7 @@ from sglang_hc.srt.requests import self_test
 from sglang_hc.srt.requests.forgetting import METHOD, NO_TIERS, forget
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tree.identity import Prefix, pack_tokens
+from sglang_hc.tree.namespaces import Namespace
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,9 @@ def control(original: Callable[..., Any], self: Any, recv_req: DumperControlReqI
     elif method.startswith(self_test.PREFIX):
         reply(self_test.answer(tree, method, body))
     else:
+        if tree is not None and method == PREFIX + "pin":
+            own = Namespace.of(body.get("namespace"))._replace(weights=tree.version)
+            body = body | {"namespace": own.pack()}
         reply(answer(None if tree is None else tree.tiers.retention, method, body))
     return None
 

@@ -33,16 +33,9 @@ from sglang_hc.srt.tree.tree_backend import HcRadixCache
 
 logger = logging.getLogger(__name__)
 
-IN_SESSION = {
-    "update_weights_from_distributed",
-    "update_weights_from_tensor",
-    "end_weight_update",
-}
-"""Those that SGLang refuses, before it touches a weight, where no session of updates is open."""
-
 NOT_CLEARED = (
-    "the storage back end was not cleared, or not all of it: without --hc-disk and --hc-remote, or "
-    "after a weight update, there is none that is this server's; else see its log, and try again"
+    "the storage back end was not cleared, or not all of it: without --hc-disk and --hc-remote "
+    "there is none that is this server's; else see its log, and try again"
 )
 
 _running: ContextVar[tuple[HcRadixCache, list[Any]] | None] = ContextVar("hc_running", default=None)
@@ -140,24 +133,20 @@ def sleep_on_idle(original: Callable[..., None], self: Any) -> None:
 
 
 def change_weights(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
-    """AROUND each weight update: nothing saved under the old weights may be served."""
+    """AROUND each weight update: see `weights.change`."""
     if weights.in_host_memory(self):
         return weights.refusal(original.__name__)
     tree = tree_of(self.scheduler)
-    if tree is None:
+    name = original.__name__
+    if tree is None or weights.changes_none(name, self, recv_req):
         return original(self, recv_req)
     if tree.scheduler.is_between_stages:
-        return weights.UPDATES[original.__name__](
+        return weights.UPDATES[name](
             success=False,
             message="with --pp-size above 1 and sglang-hc weights change while no request runs; "
             "wait for the requests, or abort them, and try again",
         )
-    name = original.__name__
-    changes_none = name == weights.BEGIN or (name in IN_SESSION and self._session is None)
-    result = original(self, recv_req)
-    if not changes_none:
-        tree.forget_saved()
-    return result
+    return weights.change(tree, original, self, recv_req)
 
 
 def clear_storage(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:

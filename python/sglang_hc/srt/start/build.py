@@ -52,6 +52,7 @@ from sglang_hc.srt.model.recompute import LayerRecomputer, recomputer_for
 from sglang_hc.srt.model.rotation import checked_rotation
 from sglang_hc.srt.model.scratch_layer import model_shape
 from sglang_hc.srt.model.state_pool import StatePool, gate_of, state_pool
+from sglang_hc.srt.model.weight_versions import WeightVersions
 from sglang_hc.srt.model.window_pool import WindowPool, full_attention, window_pool
 from sglang_hc.srt.ranks.decisions import ranks_of
 from sglang_hc.srt.ranks.replicas import host_share, place_of
@@ -166,7 +167,8 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
             config.audit,
         )
     own_states = tree_states(device.states, tiers)
-    parts = tiers, model.scheduler, compute, ahead, audit, own_states, events
+    weights = WeightVersions(state.group)
+    parts = tiers, model.scheduler, compute, ahead, weights, audit, own_states, events
     tree: HcRadixCache = unified_tree(ctx, order, lambda params: HcRadixCache(params, *parts))
     kv_pool = runner.token_to_kv_pool
     kv_pool.register_layer_transfer_counter(gate_of(kv_pool, restorer.gate))

@@ -19,6 +19,7 @@ from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.engine.passes import prefilled, segments_of
 from sglang_hc.srt.engine.scheduler import OwnScheduler
 from sglang_hc.srt.engine.streams import ComputeStream
+from sglang_hc.srt.model.weight_versions import WeightVersions
 from sglang_hc.srt.requests.namespaces import keeps_state
 from sglang_hc.srt.requests.pins import pin_request_of
 from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
@@ -35,6 +36,8 @@ from sglang_hc.tree.identity import Prefix, pack_tokens
 class CapturingTree(WindowTree):
     """The device tree with capture. Its attributes are made by `HcRadixCache`."""
 
+    weights: WeightVersions
+
     tiers: Tiers
     capture: Capture
     restorer: Restorer
@@ -47,9 +50,13 @@ class CapturingTree(WindowTree):
     _recorder: Recorder | None
 
     @property
+    def version(self) -> str | None:  # type: ignore[override]
+        return self.weights.name
+
+    @property
     def stopped(self) -> bool:
-        """Audits found what was restored wrong too often."""
-        return self.audit is not None and self.audit.stopped
+        """Audits found what was restored wrong too often, or the weights have no version."""
+        return self.weights.changing or (self.audit is not None and self.audit.stopped)
 
     @method(answer=nothing)
     def before_forward(self, forward_batch: Any) -> None:

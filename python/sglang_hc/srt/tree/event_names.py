@@ -3,7 +3,8 @@
 On the device and below, the packed namespace takes the place of salt, key and adapter. In events
 they are what they are in SGLang: the salt is in the hash and beside it, the adapter's name beside
 it, and the client's key in the hash with `"format": "dynamo"` alone. The hash of an adapter's pages
-begins with the digest of its weights. What lies behind a cut no client asks for as it is: its salt
+begins with the digest of its weights. The model's are in none: state of other weights than those of
+now is not told. What lies behind a cut no client asks for as it is: its salt
 is the whole namespace.
 """
 
@@ -48,7 +49,8 @@ class EventNames:
     def published(self, namespace: str | None) -> Published:
         """An adapter whose name is not known is called by its digest."""
         parts = Namespace.of(namespace)
-        salt = parts.salt if parts.cut is None else parts._replace(adapter=None).pack()
+        client = parts._replace(adapter=None, weights=None)
+        salt = parts.salt if parts.cut is None else client.pack()
         key, digest = parts.key if parts.key is not None else parts.hashed, parts.adapter
         adapter = None
         if digest is not None:

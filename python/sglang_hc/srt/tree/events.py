@@ -35,10 +35,11 @@ from sglang_hc.store.disk.format import LABEL_MAX
 from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.store.workers import Workers
 from sglang_hc.tiers.ledger import Cleared, Ledger, Medium, Removed, Said, Stored, Tokens
-from sglang_hc.tiers.residence import Anew, Named, Note, Residence
+from sglang_hc.tiers.residence import Anew, Came, Named, Note, Residence
 from sglang_hc.tree.forgetting import FORGOTTEN
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import pack_tokens, unpack_tokens
+from sglang_hc.tree.namespaces import weights_of
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +143,8 @@ class Announcer:
         self._ledger = Ledger(names)
         self._queue: queue.Queue[list[_Told] | None] = queue.Queue(WAITING_BATCHES)
         self._wants_all = False
+        self._weights: str | None = None
+        """Of which state is told, as the last `Anew` says."""
         self._reader: Workers[list[bytes]] = Workers("hc-event-tokens", self._read)
         self._thread = threading.Thread(target=self._run, name="hc-events", daemon=True)
         self._thread.start()
@@ -196,6 +199,11 @@ class Announcer:
 
     def _said_of(self, note: _Told) -> Iterator[Said]:
         names, ledger = self._names, self._ledger
+        if isinstance(note, Anew):
+            self._weights = note.weights
+        made = note.block if isinstance(note, Came) else note
+        if isinstance(made, Named | _Node) and weights_of(made.namespace) != self._weights:
+            return iter(())
         if isinstance(note, Named):
             return ledger.named(note)
         if not isinstance(note, _Node):
@@ -229,7 +237,7 @@ class Events:
         self, params: Any, host: HostTier, disk: LowerTier | None, counters: Counter[str]
     ) -> None:
         """params: of SGLang's tree."""
-        names = EventNames(params)
+        names, self._adapters = EventNames(params), params.kv_event_lora_names
         self.recorder = Recorder(names)
         self.residence: Residence | None = None
         self._counters = counters
@@ -241,12 +249,18 @@ class Events:
             logger.warning("sglang-hc: with %s KV events tell of the device alone", reason)
         else:
             self.residence = Residence(host, disk, self.recorder.tell)
+        self._weights: str | None = None
         self._owes, self._not_before = True, 0.0
         """What follows has to begin anew; not before that time on `time.monotonic`."""
 
-    def begin_anew(self) -> None:
-        """What was told of the tiers is void."""
-        self._owes = True
+    def begin_anew(self, weights: str | None) -> None:
+        """What was told is void: it was of other weights than these."""
+        self._weights, self._owes = weights, True
+
+    def renamed(self, req: Any) -> None:
+        """A request has another namespace: its adapter keeps its name."""
+        if self._adapters is not None:
+            self._adapters.register(req)
 
     def hand_over(self, publisher: Any, device: Iterable[Any]) -> None:
         """Announce what was noted. publisher: SGLang's. device: all nodes of the device tree,
@@ -260,7 +274,7 @@ class Events:
             announcer.failed, self._owes = False, True
             self._not_before = time.monotonic() + AFTER_ERROR_S
         if self._owes and not announcer.is_full and time.monotonic() >= self._not_before:
-            self.recorder.tell(Anew())
+            self.recorder.tell(Anew(self._weights))
             for node in device:
                 self.recorder.record_store(node)
             if self.residence is not None:

@@ -13,6 +13,7 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.restore_plan import RestorePlan
 from sglang_hc.restore.timed_restorer import Timed, TimedRestorer, row_bytes
 from sglang_hc.srt.engine.scheduler import OwnScheduler
+from sglang_hc.srt.model.weight_versions import WeightVersions
 from sglang_hc.srt.tree.prompt_sources import PromptSources
 from sglang_hc.srt.tree.sglang_families import SglangFamilies
 from sglang_hc.tiers.tiers import Tiers
@@ -49,8 +50,11 @@ class _Ended(NamedTuple):
 class Reporting:
     """Belongs to the scheduler thread."""
 
-    def __init__(self, tiers: Tiers, scheduler: OwnScheduler, collector: Any) -> None:
+    def __init__(
+        self, tiers: Tiers, scheduler: OwnScheduler, collector: Any, weights: WeightVersions
+    ) -> None:
         """collector: SGLang's, of its radix cache; None without --enable-metrics."""
+        self._weights = weights
         self._tiers, self._scheduler = tiers, scheduler
         self._collector = collector
         self._families: SglangFamilies | None = None
@@ -78,7 +82,8 @@ class Reporting:
         recent = [one for one in self._recent if now - one.at <= SHOWN_S]
         slowest = sorted(recent, key=lambda one: one.timed.seconds, reverse=True)[:SHOWN]
         shown = [_shown(one.timed, now - one.at) for one in slowest]
-        return {**self._tiers.stats(), **+Counter(self._own()), "slowest_restorations": shown}
+        own = {**+Counter(self._own()), "weights": self._weights.shown}
+        return {**self._tiers.stats(), **own, "slowest_restorations": shown}
 
     def publish(self) -> None:
         """Bring the metrics up to date, if that is due."""
@@ -97,7 +102,11 @@ class Reporting:
 
     def _own(self) -> dict[str, int]:
         """Numbers that only grow, beside those of the tiers."""
-        return {**self.prompts.counts, "restored_bytes": self._restorer.restored_bytes}
+        return {
+            **self.prompts.counts,
+            "restored_bytes": self._restorer.restored_bytes,
+            "weight_changes": self._weights.changes,
+        }
 
     def _timed(self, timed: Timed) -> None:
         self._recent.append(_Ended(time.monotonic(), timed))

@@ -8,7 +8,8 @@ content arrives layer by layer while the request's own tokens are prefilled.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -28,7 +29,8 @@ from sglang_hc.srt.engine.guard import SglangMethod, method, nothing
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.engine.scheduler import OwnScheduler
 from sglang_hc.srt.engine.streams import ComputeStream
-from sglang_hc.srt.requests.namespaces import keeps_state
+from sglang_hc.srt.model.weight_versions import Models, WeightVersions
+from sglang_hc.srt.requests.namespaces import keeps_state, leave_version
 from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from sglang_hc.srt.tree.ahead import RestoreAhead, restorable
 from sglang_hc.srt.tree.audit import Audit
@@ -60,14 +62,16 @@ class HcRadixCache(RestoringTree):
         scheduler: OwnScheduler,
         compute: ComputeStream,
         prerestored: PrerestoredBlocks,
+        weights: WeightVersions,
         audit: Audit | None = None,
         states: TreeStates | None = None,
         events: Events | None = None,
     ) -> None:
-        """compute: where the model runs. prerestored: told of the end of each meeting. audit:
-        of what is restored; None for none. states: of recurrent layers; None without them. events:
-        for routers; None where nobody is told."""
+        """compute: where the model runs. prerestored: told of the end of each meeting. weights:
+        that it has. audit: of what is restored; None for none. states: of recurrent layers; None
+        without them. events: for routers; None where nobody is told."""
         super().__init__(params)
+        self.weights, self._keeps_host = weights, False
         self.events = events
         if events is not None:
             self.tree_core.kv_events = events.recorder
@@ -93,7 +97,7 @@ class HcRadixCache(RestoringTree):
             prerestored, self.meetings, self.waiting, planner, self.host_match
         )
         self.forgetter = Forgetter(self._disk)
-        self.reporting = Reporting(tiers, scheduler, self.metrics_collector)
+        self.reporting = Reporting(tiers, scheduler, self.metrics_collector, weights)
         self._is_built = True
 
     # -- look up ---------------------------------------------------------------------------------
@@ -306,26 +310,51 @@ class HcRadixCache(RestoringTree):
     # -- upkeep ----------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget every tier. SGLang calls it when nothing runs, before it clears the pools."""
-        if self._is_built:
-            self._clear()
+        """Forget every tier. SGLang calls it when nothing runs, before it clears the pools. A
+        flush of new weights is of the device alone: below it their namespaces are others."""
+        if self._is_built and not self._keeps_host:
+            self._let_go()
+            with self.compute_stream.entered():
+                self.tiers.clear()
         super().reset()
 
-    def forget_saved(self) -> None:
-        """The weights changed: nothing saved is valid. Requests may be running, but not in a
-        pipeline."""
-        self._clear()
-        if self._disk is not None:
-            self._disk.disown()
-        if self.events is not None:
-            self.events.begin_anew()
+    @contextmanager
+    def weights_change(self, models: Models) -> Iterator[None]:
+        """The weights of these models change. Requests may be running, but not in a pipeline. Until
+        `weights_settled` nothing is saved or restored."""
+        self.weights.change(models)
+        self._begin_version()
+        self._keeps_host = True
+        try:
+            yield
+        finally:
+            self._keeps_host = False
 
-    def _clear(self) -> None:
+    def weights_settled(self) -> None:
+        """The weights do not change any more. Of all ranks of the model at once."""
+        self.weights.settled()
+        self._begin_version()
+
+    def _begin_version(self) -> None:
+        """State of now is of no version that was before."""
+        self._let_go()
+        with self.compute_stream.entered():
+            self.tiers.begin_version(self.weights.made)
+        met, _ = self.meetings.current
+        if met is not None:
+            self.meetings.end(met)
+        for req in self.scheduler.requests:
+            self.waiting.give_up(req)
+            self.capture.counters["mixed_requests"] += leave_version(req, self.weights.name)
+            if self.events is not None:
+                self.events.renamed(req)
+        if self.events is not None:
+            self.events.begin_anew(self.weights.name)
+
+    def _let_go(self) -> None:
         if self.audit is not None:
             self.audit.clear()
         self.prerestored.release()
-        with self.compute_stream.entered():
-            self.tiers.clear()
 
     def stats(self) -> dict[str, object]:
         """Plain numbers for /server_info."""
