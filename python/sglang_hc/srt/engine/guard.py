@@ -146,6 +146,9 @@ class SglangTree(UnifiedRadixCache):
     events: Any = None
     """What tells KV events (`srt.tree.events.Events`); None where nobody is told."""
 
+    images: Any = None
+    """Which images came (`srt.requests.images.KnownImages`); None where none are kept."""
+
 
 def method(
     drop: Callable[..., object] = nothing, answer: Callable[..., Any] | None = None

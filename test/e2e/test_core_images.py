@@ -1,0 +1,182 @@
+"""Conversations with images under SGLang's real scheduler: what was evicted goes on, about the same
+image alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from support import shown, vision_model
+from support.core import Core, Reply, run_in_child
+from support.forgetting import forgotten
+from support.prompts import on_disk
+from support.shown import Picture, text
+
+POOL = 640
+FLAGS = (
+    "--hc-host-size-gb", "0.2", "--max-total-tokens", str(POOL), "--dtype", "float32",
+    "--hc-forms", "kv",
+)  # fmt: skip
+NEW = 12
+
+WITH_FEW_TOKENS_IN_ITS_BLOCK = [*text(1, 61), Picture(1), *text(2, 30)]
+"""Two of the first image's tokens are in the first block."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vision_model.make(tmp_path_factory.mktemp("vision") / "qwen2.5-vl")
+
+
+def started(model: Path, *flags: str) -> Core:
+    return Core(*FLAGS, *flags, model=str(model))
+
+
+class Talk(NamedTuple):
+    replies: list[Reply]
+    history: list[Picture | int]
+
+
+def talk(core: Core, salt: str, evict: bool, first: int = 0, last: int = 3) -> Talk:
+    """Turns `first` to `last` about a growing number of images. evict: between them."""
+    history, replies = list(WITH_FEW_TOKENS_IN_ITS_BLOCK), []
+    for turn in range(first, last):
+        if evict:
+            core.flood(random.Random(turn), 2 * POOL)
+        replies.append(shown.ask(core, history, NEW, salt))
+        core.settle()
+        history += replies[-1].tokens
+        history += [*text(10 + turn, 20), Picture(10 + turn, (12, 8)), *text(20 + turn, 9)]
+    return Talk(replies, history)
+
+
+def length(parts: Sequence[Picture | int]) -> int:
+    return len(shown.sent_along(parts)[0])
+
+
+def told(core: Core, *names: str) -> list[int]:
+    stats = core.tree.stats()
+    return [stats.get(name, 0) for name in names]
+
+
+def scenes(model: Path) -> dict[str, Any]:
+    """One engine. Tokens and hits of each scene."""
+    core = started(model)
+    kept, evicted = talk(core, "kept", False), talk(core, "evicted", True)
+    found: dict[str, Any] = {
+        "kept": [(one.tokens, one.device, one.host) for one in kept.replies],
+        "evicted": [(one.tokens, one.device, one.host) for one in evicted.replies],
+    }
+    # In one namespace: the same text with another image, or another grid; the same image with
+    # another question.
+    core.evict()
+    prompts = {
+        "other image": [*text(1, 61), Picture(2), *text(2, 30)],
+        "other grid": [*text(1, 61), Picture(1, (16, 4)), *text(2, 30)],
+        "other question": [*text(1, 61), Picture(1), *text(3, 30)],
+    }
+    for name, prompt in prompts.items():
+        core.evict()
+        here = shown.ask(core, prompt, NEW, "evicted")
+        core.settle()
+        alone = shown.ask(core, prompt, NEW, name)
+        core.settle()
+        found[name] = (here.tokens, alone.tokens, here.cached)
+    # Nothing of a client that is forgotten comes back.
+    forgotten(core, client="k7:evicted")
+    core.evict()
+    found["forgotten"] = shown.ask(core, WITH_FEW_TOKENS_IN_ITS_BLOCK, NEW, "evicted").cached
+    core.settle()
+    found["counts"] = told(core, "guarded_errors", "unkept_requests")
+    return found
+
+
+def test_what_was_evicted_goes_on_about_the_same_image(model: Path) -> None:
+    found = run_in_child(scenes, model)
+    kept, evicted = found["kept"], found["evicted"]
+    assert [tokens for tokens, *_ in evicted] == [tokens for tokens, *_ in kept]
+    assert [host for *_, host in kept] == [0, 0, 0]
+    assert [(device, host) for _, device, host in evicted] == [(0, device) for _, device, _ in kept]
+    assert evicted[1][2] == length(WITH_FEW_TOKENS_IN_ITS_BLOCK) + NEW - 1
+    replies = [kept[0][0]]
+    for name, most in (("other image", 59), ("other grid", 59), ("other question", 79)):
+        here, alone, cached = found[name]
+        assert here == alone, name
+        assert cached == most, name
+        replies.append(alone)
+    assert len(set(map(tuple, replies))) == 4, "what is shown or asked makes no difference"
+    assert found["forgotten"] == 0
+    assert found["counts"] == [0, 0]
+
+
+def planted(model: Path) -> list[tuple[list[int], list[int], int]]:
+    """SGLang takes all images for one. Replies with another image than before, what they are
+    without the plant, and what was cached: on the device, and when it was evicted."""
+    from unittest import mock
+
+    from sglang.srt.managers import schedule_batch
+
+    core = started(model)
+    other = [*text(1, 61), Picture(2), *text(2, 30)]
+    wanted = shown.ask(core, other, NEW, "wanted").tokens
+    core.settle()
+    found = []
+    with mock.patch.object(schedule_batch, "_compute_pad_values", lambda identity: (1 << 61,) * 4):
+        first = shown.ask(core, WITH_FEW_TOKENS_IN_ITS_BLOCK, NEW, "salt")
+        core.settle()
+        for evict in (False, True, False):
+            if evict:
+                core.evict()
+            reply = shown.ask(core, other, NEW, "salt")
+            core.settle()
+            found.append((reply.tokens, wanted, reply.cached))
+        core.evict()
+        again = shown.ask(core, WITH_FEW_TOKENS_IN_ITS_BLOCK, NEW, "salt")
+        core.settle()
+    found.append((again.tokens, first.tokens, again.host))
+    assert told(core, "guarded_errors", "unkept_requests") == [0, 3]
+    return found
+
+
+@pytest.mark.slow
+def test_images_that_sglang_takes_for_one_share_nothing(model: Path) -> None:
+    *others, own = run_in_child(planted, model)
+    for tokens, wanted, cached in others:
+        assert tokens == wanted and cached == 0
+    tokens, wanted, cached = own
+    assert tokens == wanted and cached > 100
+
+
+def begun(model: Path, *disk: str) -> Talk:
+    core = started(model, *disk)
+    found = talk(core, "salt", False, last=2)
+    core.tree.tiers.close()
+    return found
+
+
+def undisturbed(model: Path) -> Reply:
+    """To the third prompt."""
+    return talk(started(model), "salt", False).replies[2]
+
+
+def gone_on(model: Path, history: list[Picture | int], *disk: str) -> Reply:
+    core = started(model, *disk)
+    reply = shown.ask(core, history, NEW, "salt")
+    core.settle()
+    assert told(core, "guarded_errors") == [0]
+    return reply
+
+
+@pytest.mark.slow
+def test_a_new_process_goes_on_about_the_same_images(model: Path, tmp_path: Path) -> None:
+    disk = on_disk(tmp_path / "d")
+    first = run_in_child(begun, model, *disk)
+    reply = run_in_child(gone_on, model, first.history, *disk)
+    wanted = run_in_child(undisturbed, model)
+    assert reply.storage > 192 and reply.tokens == wanted.tokens
+    swapped = [Picture(99) if part == Picture(1) else part for part in first.history]
+    assert run_in_child(gone_on, model, swapped, *disk).storage <= 59
