@@ -3,17 +3,21 @@ image alone."""
 
 from __future__ import annotations
 
+import base64
+import io
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from support import shown, vision_model
+from support import served, shown, vision_model
 from support.core import Core, Reply, run_in_child
 from support.forgetting import forgotten
-from support.prompts import on_disk
+from support.prompts import on_disk, prompt
 from support.shown import Picture, text
 
 POOL = 640
@@ -79,11 +83,11 @@ def scenes(model: Path) -> dict[str, Any]:
         "other grid": [*text(1, 61), Picture(1, (16, 4)), *text(2, 30)],
         "other question": [*text(1, 61), Picture(1), *text(3, 30)],
     }
-    for name, prompt in prompts.items():
+    for name, parts in prompts.items():
         core.evict()
-        here = shown.ask(core, prompt, NEW, "evicted")
+        here = shown.ask(core, parts, NEW, "evicted")
         core.settle()
-        alone = shown.ask(core, prompt, NEW, name)
+        alone = shown.ask(core, parts, NEW, name)
         core.settle()
         found[name] = (here.tokens, alone.tokens, here.cached)
     # Nothing of a client that is forgotten comes back.
@@ -180,3 +184,48 @@ def test_a_new_process_goes_on_about_the_same_images(model: Path, tmp_path: Path
     assert reply.storage > 192 and reply.tokens == wanted.tokens
     swapped = [Picture(99) if part == Picture(1) else part for part in first.history]
     assert run_in_child(gone_on, model, swapped, *disk).storage <= 59
+
+
+# -- from a client's bytes on --------------------------------------------------------------------
+
+
+def picture(seed: int) -> str:
+    """A PNG of 112 * 84 pixels, as clients send it."""
+    rng = np.random.default_rng(seed)
+    raw = io.BytesIO()
+    Image.fromarray(rng.integers(0, 256, (84, 112, 3), dtype=np.uint8)).save(raw, "PNG")
+    return "data:image/png;base64," + base64.b64encode(raw.getvalue()).decode()
+
+
+WORDS = " the water long little very after" * 20
+
+
+def asked(image: Any) -> dict[str, Any]:
+    shown = "<|vision_start|><|image_pad|><|vision_end|>"
+    sampling = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+    return {"text": f"{WORDS}{shown}{WORDS}", "image_data": [image], "sampling_params": sampling}
+
+
+@pytest.mark.slow
+@pytest.mark.server
+def test_a_server_knows_the_images_of_its_clients(model: Path, tmp_path: Path) -> None:
+    def ask(image: str) -> tuple[list[int], dict[str, int], int]:
+        reply = served.post(server, "/generate", asked(image))
+        meta = reply["meta_info"]
+        return reply["output_ids"], meta["cached_tokens_details"] or {}, meta["prompt_tokens"]
+
+    with served.start(tmp_path / "log", "--model-path", str(model)) as server:
+        wanted, _, length = ask(picture(1))
+        for seed in range(8):
+            served.ask(server, prompt(seed, 300))
+        found, cached, _ = ask(picture(1))
+        assert found == wanted and cached.get("host", 0) == length - 1
+        for seed in range(8):
+            served.ask(server, prompt(seed, 300))
+        other, cached, _ = ask(picture(2))
+        assert other != wanted and 0 < cached.get("host", 0) < length // 2
+        given = {"format": "processor_output", "pixel_values": [[0.0]], "hash": 1}
+        status, why = served.refusal(server, "/generate", asked(given))
+        assert status == 400 and "hash is not taken" in why
+        numbers = served.numbers(server)
+    assert "guarded_errors" not in numbers and "unkept_requests" not in numbers

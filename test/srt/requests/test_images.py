@@ -226,6 +226,17 @@ def test_images_that_sglang_takes_for_one_share_nothing(
     assert names[0] == names[1] == "k1:a" and len(set(names)) == 3
 
 
+def test_an_image_that_sglang_takes_for_a_video_shares_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(schedule_batch, "_compute_pad_values", lambda identity: (1 << 61,) * 4)
+    known = KnownImages()
+    video = MultimodalDataItem(modality=Modality.VIDEO, feature=PIXELS, offsets=[(2, 7)])
+    assert not keeps_state(taken_in(sent(video), known))
+    req = taken_in(sent(image()), known)
+    assert not keeps_state(req) and fields.namespace_of(req) != "k1:a"
+
+
 def test_images_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "KNOWN", 3)
     known = KnownImages()
@@ -233,9 +244,7 @@ def test_images_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) ->
         assert keeps_state(taken_in(sent(image(feature=PIXELS + value)), known))
         assert keeps_state(taken_in(sent(image()), known))
     assert len(known._contents) == 6
-    assert taken_in(sent(image()), known).multimodal_inputs.mm_items[0].hash in {
-        ~name for name in known._contents
-    }
+    assert digest_of(image()) in known._contents.values()
 
 
 @pytest.mark.parametrize("key", ["hash", "pad_value", "identity", "mrope_positions"])

@@ -16,14 +16,20 @@ from sglang_hc.srt.binding.fields import OTHER_INPUTS
 
 class Shown(NamedTuple):
     """Tokens [start, stop) of a request stand for an image. content: digest of it (`name`).
-    positions: packed, of the tokens behind the image before up to the one behind this. names: by
-    which SGLang takes it for another one."""
+    positions: packed, of the tokens behind the image before up to the one behind this."""
 
     start: int
     stop: int
     content: bytes
     positions: bytes
-    names: tuple[int, int]
+
+
+class Named(NamedTuple):
+    """What SGLang knows an image, a video or a sound by: its first id, and a hash. Two of one name
+    are one to it. content: digest of an image (`name`); empty where there is none."""
+
+    names: tuple[int | None, int | None]
+    content: bytes
 
 
 def sent_images(sent: Any) -> list[Any]:
@@ -82,9 +88,17 @@ def images_of(req: Any) -> list[Shown] | None:
             if not found and not _plain(places[:, :start]):
                 return None
             positions = places[:, before : stop + 1].to(torch.int64).cpu().numpy().tobytes()
-        names = item.padding_values()[0], ~item.hash
-        found.append(Shown(start, stop, item.identity, positions, names))
+        found.append(Shown(start, stop, item.identity, positions))
     return found
+
+
+def named(req: Any) -> list[Named]:
+    """All that a request shows."""
+    given = getattr(req, "multimodal_inputs", None)
+    return [
+        Named((item.padding_values()[0], item.hash), item.identity or b"")
+        for item in (given.mm_items if given is not None else ())
+    ]
 
 
 def _plain(positions: torch.Tensor) -> bool:

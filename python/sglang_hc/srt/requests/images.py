@@ -135,17 +135,18 @@ def known_images(runner: Any, plan: LayerPlan, whole: bool) -> KnownImages | Non
 
 
 class KnownImages:
-    """What SGLang's names of images stood for lately. Belongs to the scheduler thread."""
+    """What SGLang's names of images and others stood for lately. Belongs to the scheduler
+    thread."""
 
     def __init__(self) -> None:
-        self._contents: OrderedDict[int, bytes] = OrderedDict()
+        self._contents: OrderedDict[tuple[int, int | None], bytes] = OrderedDict()
 
-    def are_told_apart(self, shown: Iterable[binding.Shown]) -> bool:
-        """Note these images. False where SGLang takes one of them for another."""
+    def are_told_apart(self, shown: Iterable[binding.Named]) -> bool:
+        """Note these. False where SGLang takes one of them for another."""
         apart = True
-        for image in shown:
-            for name in image.names:
-                apart = self._contents.setdefault(name, image.content) == image.content and apart
+        for one in shown:
+            for name in enumerate(one.names):
+                apart = self._contents.setdefault(name, one.content) == one.content and apart
                 self._contents.move_to_end(name)
         while len(self._contents) > 2 * KNOWN:
             self._contents.popitem(last=False)
@@ -164,12 +165,12 @@ def keeps_state(known: KnownImages | None, req: Any) -> bool:
 
 
 def _mark(known: KnownImages, req: Any) -> bool:
-    shown = binding.images_of(req)
-    if shown is None:
-        return False
-    if not known.are_told_apart(shown):
+    if not known.are_told_apart(binding.named(req)):
         logger.warning("sglang-hc: SGLang takes two images for one; the later one shares nothing")
         fields.set_namespace(req, secrets.token_hex(16))
+        return False
+    shown = binding.images_of(req)
+    if shown is None:
         return False
     images = [Image(image.start, image.stop, image.content + image.positions) for image in shown]
     try:
