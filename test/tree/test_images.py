@@ -6,7 +6,7 @@ from array import array
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS
@@ -21,7 +21,7 @@ BIG = 1 << 61
 """As SGLang has it in the place of an image."""
 
 part = st.one_of(
-    st.tuples(st.sampled_from("79"), st.sampled_from([1, 3, 58, 59, 60, 61, 62, 63, 64, 70])),
+    st.tuples(st.sampled_from("079"), st.sampled_from([1, 3, 58, 59, 60, 61, 62, 63, 64, 70])),
     st.tuples(st.sampled_from("abcdefgh"), st.sampled_from([1, 2, 4, 5, 6, 64, 67, 130])),
 )
 layout = st.lists(part, min_size=1, max_size=6)
@@ -50,6 +50,7 @@ class Path:
 
 
 @given(layout, layout, st.integers(0, 5))
+@example([("7", 59), ("a", 5)], [("7", 59), ("0", 1), ("a", 4)], 0)
 @settings(max_examples=examples(400), deadline=None)
 def test_what_has_equal_ids_shows_the_same(
     first: list[tuple[str, int]], other: list[tuple[str, int]], shared: int
@@ -137,6 +138,6 @@ def test_a_prefix_that_is_forgotten_takes_the_images_behind_it_with_it(
     forgetting = Forgetting(None, pack_tokens([7] * length))
     named = forgetting.names_block("", Stored(b"", 0, block), {})
     shown = path.truth[: min(length, BLOCK_TOKENS)]
-    assert named or 9 in shown
+    assert named or {0, 9} & {*shown}
     ids = path.marks.ids(path.tokens)[: len(shown)]
-    assert not named or 9 not in ids
+    assert not named or not {0, 9} & {*ids}
