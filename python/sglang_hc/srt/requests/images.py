@@ -153,9 +153,10 @@ class KnownImages:
         return apart
 
 
-def keeps_state(known: KnownImages | None, req: Any) -> bool:
-    """Whether what is kept below the device may be of a request that was just taken in: its state
-    depends on its tokens, namespace and images alone. known: None where images are not kept."""
+def look_at(known: KnownImages | None, req: Any) -> bool:
+    """Note the images of a request that was just taken in. Returns whether its state may be kept
+    below the device: it depends on tokens, namespace and images alone. known: None where images
+    are not kept."""
     if not fields.has_other_inputs(req):
         return True
     kept = known is not None and _mark(known, req)

@@ -73,12 +73,12 @@ def complete(self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     fields.set_namespace(req, named._replace(adapter=adapter).pack())
     if adapter is not None and tree.events is not None:
         self.kv_event_lora_names.register(req)  # what KV events call this namespace's adapter
-    setattr(req, _KEPT, images.keeps_state(tree.images, req))
+    setattr(req, _KEPT, images.look_at(tree.images, req))
 
 
 def keeps_state(req: Any) -> bool:
     """Whether a request's state depends on what its path says alone, so that it may be kept below
-    the device. It was found out when the request was taken in (`images.keeps_state`)."""
+    the device. It was found out when the request was taken in (`images.look_at`)."""
     known: bool | None = getattr(req, _KEPT, None)
     if known is None:
         known = not fields.has_other_inputs(req)
