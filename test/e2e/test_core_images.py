@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import io
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from support import served, shown, vision_model
 from support.core import Core, Reply, run_in_child
 from support.forgetting import forgotten
 from support.prompts import on_disk, prompt
-from support.shown import Picture, text
+from support.shown import Picture, text, tokens_of
 
 POOL = 640
 FLAGS = (
@@ -33,7 +32,7 @@ WITH_FEW_TOKENS_IN_ITS_BLOCK = [*text(1, 61), Picture(1), *text(2, 30)]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return vision_model.make(tmp_path_factory.mktemp("vision") / "qwen2.5-vl")
+    return vision_model.make("qwen2.5-vl", tmp_path_factory.mktemp("vision") / "model")
 
 
 def started(model: Path, *flags: str) -> Core:
@@ -59,10 +58,6 @@ def talk(core: Core, salt: str, evict: bool, turns: int = 3) -> Talk:
         history += replies[-1].tokens
         history += [*text(10 + turn, 20), Picture(10 + turn, (12, 8)), *text(20 + turn, 9)]
     return Talk(replies, history)
-
-
-def length(parts: Sequence[Picture | int]) -> int:
-    return len(shown.sent_along(parts)[0])
 
 
 def told(core: Core, *names: str) -> list[int]:
@@ -102,13 +97,21 @@ def scenes(model: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
+def test_features_that_go_into_several_layers_come_back(tmp_path: Path) -> None:
+    check(run_in_child(scenes, vision_model.make("qwen3-vl", tmp_path)))
+
+
 def test_what_was_evicted_goes_on_about_the_same_image(model: Path) -> None:
-    found = run_in_child(scenes, model)
+    check(run_in_child(scenes, model))
+
+
+def check(found: dict[str, Any]) -> None:
     kept, evicted = found["kept"], found["evicted"]
     assert [tokens for tokens, *_ in evicted] == [tokens for tokens, *_ in kept]
     assert [host for *_, host in kept] == [0, 0, 0]
     assert [(device, host) for _, device, host in evicted] == [(0, device) for _, device, _ in kept]
-    assert evicted[1][2] == length(WITH_FEW_TOKENS_IN_ITS_BLOCK) + NEW - 1
+    assert evicted[1][2] == len(tokens_of(WITH_FEW_TOKENS_IN_ITS_BLOCK)) + NEW - 1
     replies = [kept[0][0]]
     for name, most in (("other image", 59), ("other grid", 59), ("other question", 79)):
         here, alone, cached = found[name]

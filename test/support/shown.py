@@ -15,7 +15,6 @@ from support.vision_model import (
     VIDEO_PAD,
     VISION_END,
     VISION_START,
-    pixels,
 )
 
 
@@ -49,16 +48,27 @@ def submit(core: Core, parts: Parts, new: int = 16, salt: str | None = None) -> 
     """Hand in a prompt with pictures among its tokens. Returns its id."""
     from sglang_hc.srt.requests.images import name_by_content
 
-    tokens, sent = sent_along(parts)
-    rid = core.submit(tokens, new, salt)
+    sent = sent_along(core.scheduler.model_config.hf_config, parts)
+    rid = core.submit(tokens_of(parts), new, salt)
     if sent is not None:
         name_by_content(sent)
         core.inbox[-1].mm_inputs = sent
     return rid
 
 
-def sent_along(parts: Parts) -> tuple[list[int], Any]:
-    """Token ids, and what the processor sends beside them; None for no pictures."""
+def tokens_of(parts: Parts) -> list[int]:
+    """With SGLang's placeholder in the place of images."""
+    tokens: list[int] = []
+    for part in parts:
+        if isinstance(part, int):
+            tokens.append(part)
+        else:
+            tokens += [VISION_START, *[IMAGE_PAD] * part.tokens, VISION_END]
+    return tokens
+
+
+def sent_along(config: Any, parts: Parts) -> Any:
+    """What the processor sends beside the tokens; None for no pictures. config: the model's."""
     from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
     from sglang.srt.managers.schedule_batch import (
         Modality,
@@ -66,35 +76,35 @@ def sent_along(parts: Parts) -> tuple[list[int], Any]:
         MultimodalProcessorOutput,
     )
 
-    tokens: list[int] = []
     items: list[Any] = []
-    for part in parts:
+    for place, part in enumerate(parts):
         if isinstance(part, int):
-            tokens.append(part)
             continue
-        start = len(tokens) + 1
-        tokens += [VISION_START, *[IMAGE_PAD] * part.tokens, VISION_END]
+        start = len(tokens_of(parts[:place])) + 1
+        row = 2 * 3 * config.vision_config.patch_size**2
+        generator = torch.Generator().manual_seed(part.seed)
         items.append(
             MultimodalDataItem(
                 modality=Modality.IMAGE,
-                feature=pixels(part.seed, part.grid),
+                feature=torch.randn(part.grid[0] * part.grid[1], row, generator=generator),
                 offsets=[(start, start + part.tokens - 1)],
                 model_specific_data={"image_grid_thw": torch.tensor([[1, *part.grid]])},
             )
         )
     if not items:
-        return tokens, None
+        return None
+    tokens = tokens_of(parts)
     positions, delta = MRotaryEmbedding.get_rope_index(
         spatial_merge_size=MERGE,
         image_token_id=IMAGE_PAD,
         video_token_id=VIDEO_PAD,
         vision_start_token_id=VISION_START,
-        model_type="qwen2_5_vl",
+        model_type=config.model_type,
         tokens_per_second=2,
         input_ids=torch.tensor([tokens]),
         image_grid_thw=torch.cat([item.image_grid_thw for item in items]),
     )
-    sent = MultimodalProcessorOutput(
+    return MultimodalProcessorOutput(
         mm_items=items,
         input_ids=tokens,
         im_start_id=VISION_START,
@@ -104,4 +114,3 @@ def sent_along(parts: Parts) -> tuple[list[int], Any]:
         mrope_positions=positions.squeeze(1),
         mrope_position_delta=delta,
     )
-    return tokens, sent
