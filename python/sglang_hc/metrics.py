@@ -109,6 +109,7 @@ COUNTS = {
     "cost_observations_remote": "Reads from an idle remote store that were timed.",
     "guarded_errors": "Errors of sglang-hc itself; each cost a request its reuse. See the log.",
     "refused_requests": "Requests that the scheduler answered with status 400 for what they held.",
+    "unkept_requests": "Requests of which nothing is kept: more than tokens and images came along.",
     "ignored_fields": "Fields of requests that the scheduler left out because they were not right.",
     "kv_event_batches_dropped": "Batches of KV events that found no room; all is told anew then.",
     "kv_event_snapshots": "Times that KV events told all anew because a replay asked for more.",

@@ -72,6 +72,7 @@ def all_hooks() -> list[Hook]:
     from sglang_hc.srt.model import cpu_attention, model_state, offload
     from sglang_hc.srt.requests import (
         entrance,
+        images,
         namespaces,
         overflow,
         pins,
@@ -148,6 +149,7 @@ def all_hooks() -> list[Hook]:
             f"{tokenizer}._create_tokenized_object", around, entrance.check_tokenized, answer, asked
         ),
         Hook(f"{tokenizer}._tokenize_one_request", before, overflow.own_ids, as_400, asked),
+        Hook(f"{tokenizer}._tokenize_one_request", around, images.name_images, answer, asked),
         # The last of these runs first.
         Hook(f"{tokenizer}._validate_one_request", before, overflow.cut_prompt, as_400, asked),
         Hook(f"{tokenizer}._validate_one_request", before, pins.check_pin_request, as_400, asked),

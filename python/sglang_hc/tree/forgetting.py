@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sglang_hc.tree.identity import BLOCK_BYTES
+from sglang_hc.tree.images import may_begin_with
 from sglang_hc.tree.namespaces import Namespace
 
 _SPARE_BYTES = 4
@@ -64,7 +65,7 @@ class Forgetting:
         while above is not None:
             start = above.position * BLOCK_BYTES
             wanted = self.tokens[start : start + BLOCK_BYTES]
-            if above.tokens and not above.tokens.startswith(wanted):
+            if above.tokens and not may_begin_with(above.tokens, wanted):
                 return False
             above = known.get(above.parent)
         return True

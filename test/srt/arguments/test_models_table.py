@@ -22,6 +22,7 @@ from sglang_hc.srt.model.families import FAMILIES
 from sglang_hc.srt.model.kv_pool import KvPoolRows, UnsupportedPool
 from sglang_hc.srt.model.recompute import RECOMPUTED
 from sglang_hc.srt.model.window_pool import full_attention
+from sglang_hc.srt.requests.images import WITH_IMAGES
 from support import state_model, window_configs, window_model
 
 ROOT = Path(__file__).parents[3]
@@ -102,6 +103,7 @@ def test_the_forms_of_a_row_are_those_of_a_start(name: str, row: Row) -> None:
         assert (row.kv == "refused") == refused
     assert not has_an_index(name) or kind in ("sparse", "latent")
     assert has_an_index(name) or kind != "sparse"
+    assert ("with" in row.kv and "images" in row.kv) == (name in WITH_IMAGES)
     if kind in ("vision", "dense", "experts", "latent"):
         assert (name in model_config.multimodal_model_archs) == (kind == "vision")
 

@@ -237,6 +237,11 @@ def attention_backend(args: Any) -> str | None:
     return _now(args, "attention_backend")
 
 
+def image_backend(args: Any) -> str | None:
+    """What attends in the encoder of images; None for SGLang's choice."""
+    return _now(args, "mm_attention_backend")
+
+
 def sparse_backends(args: Any) -> list[str]:
     """What chooses the tokens of sparse attention and attends to them, by flag."""
     names = ("prefill", "decode", "topk", "paged_mqa_logits")

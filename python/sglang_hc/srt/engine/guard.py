@@ -149,6 +149,9 @@ class SglangTree(UnifiedRadixCache):
     version: str | None = None
     """In namespaces, the weights that there are now (`srt.model.weight_versions`)."""
 
+    images: Any = None
+    """Which images came (`srt.requests.images.KnownImages`); None where none are kept."""
+
 
 def method(
     drop: Callable[..., object] = nothing, answer: Callable[..., Any] | None = None

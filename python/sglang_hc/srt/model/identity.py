@@ -37,6 +37,7 @@ def model_identity(runner: Any, group: StartGroup) -> list[str]:
         str(arguments.kv_cache_dtype(args)),
         group.digest(weights_digest(runner.model, weights_of(runner).ready_to_read)),
         *([f"{group.size} ranks"] if group.size > 1 else []),
+        *([f"images by {backend}"] if (backend := arguments.image_backend(args)) else []),
         *(_of_sparse_attention(args) if is_deepseek_dsa(runner.model_config.hf_config) else []),
         *_left_out(),
     ]

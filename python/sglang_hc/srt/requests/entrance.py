@@ -71,6 +71,12 @@ OWN_FIELDS = {
 }
 """Fields of SGLang's that a client may not set while the tiers are on, and why."""
 
+OWN_KEYS = {
+    *("hash", "pad_value", "pad_values", "identity", "padded_input_ids"),
+    *("mrope_positions", "mrope_position_delta"),
+}
+"""What of an image, a video or a sound that a client has processed itself SGLang would believe."""
+
 _BULK = {
     "input_ids": array("q"), "input_embeds": None, "mm_inputs": None, "token_type_ids": None,
     "positional_embed_overrides": None, "time_stats": None,
@@ -121,6 +127,8 @@ def check_fields(obj: Any) -> None:
             raise ValueError(
                 f"{name} is not taken from requests by this server: {why}; leave it out"
             )
+    for name in ("image_data", "video_data", "audio_data"):
+        _check_processed(name, getattr(obj, name, None))
     if not isinstance(getattr(obj, "priority", None), int | None):
         raise ValueError("priority must be a whole number")
     moved = getattr(obj, "positional_embed_overrides", None)
@@ -204,6 +212,17 @@ def name_wrong(name: object, most: int = MOST_NAME_BYTES) -> str | None:
     except UnicodeError:
         return "is no Unicode (a lone surrogate)"
     return f"has more than {most} bytes of UTF-8" if size > most else None
+
+
+def _check_processed(field: str, value: object) -> None:
+    for one in value if isinstance(value, list) else [value]:
+        if isinstance(one, list):
+            _check_processed(field, one)
+        elif isinstance(one, dict) and (found := OWN_KEYS & one.keys()):
+            raise ValueError(
+                f"{field}: {min(found)} is not taken from requests by this server: an image is "
+                "known by what is in it; leave it out"
+            )
 
 
 def _check_sampling(sampling: object) -> None:

@@ -18,6 +18,7 @@ from sglang_hc.srt.arguments.server_args import config_of
 from sglang_hc.srt.binding import arguments, fields
 from sglang_hc.srt.engine.guard import tree_of
 from sglang_hc.srt.model.identity import adapter_digest
+from sglang_hc.srt.requests import images
 from sglang_hc.tree.forgetting import FORGOTTEN
 from sglang_hc.tree.namespaces import Namespace, client_namespace
 
@@ -76,7 +77,7 @@ def complete(self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     fields.set_namespace(req, own.pack())
     if adapter is not None and tree.events is not None:
         self.kv_event_lora_names.register(req)  # what KV events call this namespace's adapter
-    keeps_state(req)  # while the request still has its inputs
+    setattr(req, _KEPT, images.look_at(tree.images, req))
 
 
 def leave_version(req: Any, weights: str | None) -> bool:
@@ -93,12 +94,8 @@ def leave_version(req: Any, weights: str | None) -> bool:
 
 
 def keeps_state(req: Any) -> bool:
-    """Whether a request's state depends on its tokens and namespace alone, so that it may be kept
-    below the device.
-
-    SGLang knows an image by ids of 62 bits, which are none of tokens and leave out its grid. The
-    answer stays what it was first.
-    """
+    """Whether a request's state depends on what its path says alone, so that it may be kept below
+    the device. It was found out when the request was taken in (`images.look_at`)."""
     known: bool | None = getattr(req, _KEPT, None)
     if known is None:
         known = not fields.has_other_inputs(req)

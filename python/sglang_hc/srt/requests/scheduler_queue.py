@@ -19,11 +19,12 @@ from sglang_hc.queue.queue_view import QueueView
 from sglang_hc.queue.requests import QueuedPrompt, Serial, departed, without
 from sglang_hc.srt.binding import fields
 from sglang_hc.srt.engine.intake import serial_of
+from sglang_hc.srt.requests.images import packed
 from sglang_hc.srt.requests.namespaces import keeps_state
 from sglang_hc.srt.requests.overflow import dropped_of, earlier_of
 from sglang_hc.srt.requests.self_test import is_of_test
 from sglang_hc.tiers.trace import Recorder
-from sglang_hc.tree.identity import Prefix, pack_tokens
+from sglang_hc.tree.identity import Prefix
 
 
 class SchedulerQueue:
@@ -202,4 +203,4 @@ class SchedulerQueue:
 
 
 def _prompt_of(req: Any) -> Prefix:
-    return Prefix(fields.namespace_of(req), pack_tokens(fields.prompt_of(req)))
+    return Prefix(fields.namespace_of(req), packed(req, fields.prompt_of(req)))

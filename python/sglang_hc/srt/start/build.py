@@ -57,6 +57,7 @@ from sglang_hc.srt.model.window_pool import WindowPool, full_attention, window_p
 from sglang_hc.srt.ranks.decisions import ranks_of
 from sglang_hc.srt.ranks.replicas import host_share, place_of
 from sglang_hc.srt.ranks.start_group import StartGroup
+from sglang_hc.srt.requests.images import known_images
 from sglang_hc.srt.requests.recording import served_with
 from sglang_hc.srt.scheduling.speculation import draft_layers
 from sglang_hc.srt.start.build_ends import (
@@ -168,7 +169,8 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
         )
     own_states = tree_states(device.states, tiers)
     weights = WeightVersions(state.group)
-    parts = tiers, model.scheduler, compute, ahead, weights, audit, own_states, events
+    images = known_images(runner, state.plan, device.whole)
+    parts = tiers, model.scheduler, compute, ahead, weights, audit, own_states, events, images
     tree: HcRadixCache = unified_tree(ctx, order, lambda params: HcRadixCache(params, *parts))
     kv_pool = runner.token_to_kv_pool
     kv_pool.register_layer_transfer_counter(gate_of(kv_pool, restorer.gate))

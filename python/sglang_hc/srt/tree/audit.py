@@ -35,7 +35,6 @@ from sglang_hc.srt.binding import fields
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.model.recompute import RECOMPUTED, LayerRecomputer
 from sglang_hc.srt.model.state_pool import StatePool
-from sglang_hc.srt.requests.namespaces import keeps_state
 from sglang_hc.srt.tree.audit_compare import Comparison, Difference
 from sglang_hc.srt.tree.audit_room import AuditRoom, Freed
 from sglang_hc.tiers.tiers import Tiers
@@ -121,7 +120,7 @@ class Audit:
             return
         blocks: list[tuple[int, BlockNode]] = []
         room = max(1, int(self._host.num_slots * PINNED_SHARE))
-        if keeps_state(req) and not any(map(_has_moved, path[:last])):
+        if not fields.has_other_inputs(req) and not any(map(_has_moved, path[:last])):
             blocks = [(n, path[n]) for n in picked if (n + 1) * BLOCK_TOKENS <= MOST_TOKENS][:room]
         self._counters["audit_skipped_blocks"] += len(picked) - len(blocks)
         if not blocks:

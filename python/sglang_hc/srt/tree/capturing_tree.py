@@ -20,6 +20,7 @@ from sglang_hc.srt.engine.passes import prefilled, segments_of
 from sglang_hc.srt.engine.scheduler import OwnScheduler
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.model.weight_versions import WeightVersions
+from sglang_hc.srt.requests.images import packed
 from sglang_hc.srt.requests.namespaces import keeps_state
 from sglang_hc.srt.requests.pins import pin_request_of
 from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
@@ -30,7 +31,7 @@ from sglang_hc.tiers.forgetting import Answer, Forgetter
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tiers.trace import Recorder
 from sglang_hc.tree.forgetting import Forgetting
-from sglang_hc.tree.identity import Prefix, pack_tokens
+from sglang_hc.tree.identity import Prefix
 
 
 class CapturingTree(WindowTree):
@@ -85,7 +86,7 @@ class CapturingTree(WindowTree):
         if mode.is_extend():
             for req, segment in zip(requests, segments, strict=True):
                 if not capture.is_open(segment.request) and self._keeps(req):
-                    before = pack_tokens(fields.prompt_of(req)[: segment.position])
+                    before = packed(req, fields.prompt_of(req)[: segment.position])
                     capture.open(segment.request, Prefix(fields.namespace_of(req), before))
         self.tiers.after_pass(segments)
 
@@ -144,7 +145,7 @@ class CapturingTree(WindowTree):
         more; what lies behind has no slots in its row."""
         if self._recorder is not None:
             recorded = self._recorder.is_open(serial_of(req))
-            tokens = pack_tokens(fields.first_ids(req, computed)) if recorded else b""
+            tokens = packed(req, fields.first_ids(req, computed)) if recorded else b""
             self._recorder.finished(serial_of(req), Prefix(fields.namespace_of(req), tokens))
         if not self._keeps(req):
             return
@@ -170,7 +171,7 @@ class CapturingTree(WindowTree):
         return session, pin.ttl_s
 
     def commit(self, req: Any, tokens: array[int], length: int, final: bool) -> Prefix:
-        kept = Prefix(fields.namespace_of(req), pack_tokens(tokens[:length]))
+        kept = Prefix(fields.namespace_of(req), packed(req, tokens[:length]))
         row = self.req_to_token_pool.req_to_token[fields.row_of(req), :length]
         # SGLang gives the row to another request while the forward stream is still busy.
         slots = row.to(torch.int64, copy=True)

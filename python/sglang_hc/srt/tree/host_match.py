@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
 from sglang_hc.srt.binding import fields
+from sglang_hc.srt.requests.images import marks_of, path_ids
 from sglang_hc.tree.block_tree import BlockNode, PathMatch
 from sglang_hc.tree.ends import EndPart, Ends
 from sglang_hc.tree.host_tier import HostTier
@@ -59,7 +60,7 @@ class HostMatch:
         if root is None:
             return 0
         block, known = _noted(device_node) or (root, 0)
-        ids, end, below = key.token_ids, len(key) + self._lag, self._tree.below
+        ids, end, below = path_ids(req, key.token_ids), len(key) + self._lag, self._tree.below
         # Mostly the host tier has no more than the device: then one block more tells.
         near = known + ((on_device - known) // BLOCK_TOKENS + 1) * BLOCK_TOKENS
         nodes, count = below(block, pack_tokens(ids[known : min(near, end)]))
@@ -75,7 +76,8 @@ class HostMatch:
         if self._ends is not None:
             last, total = self._up_to_end(last, total)
         self._found = Found(req, last, total)
-        return total - self._lag
+        marks = marks_of(req)
+        return (total if marks is None else marks.cut(total)) - self._lag
 
     def _up_to_end(self, last: BlockNode, tokens: int) -> tuple[BlockNode, int]:
         """Where the path of the first `tokens` tokens, up to block `last`, can be continued: the

@@ -30,6 +30,7 @@ from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.engine.scheduler import OwnScheduler
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.model.weight_versions import Models, WeightVersions
+from sglang_hc.srt.requests.images import KnownImages
 from sglang_hc.srt.requests.namespaces import keeps_state, leave_version
 from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from sglang_hc.srt.tree.ahead import RestoreAhead, restorable
@@ -66,13 +67,15 @@ class HcRadixCache(RestoringTree):
         audit: Audit | None = None,
         states: TreeStates | None = None,
         events: Events | None = None,
+        images: KnownImages | None = None,
     ) -> None:
         """compute: where the model runs. prerestored: told of the end of each meeting. weights:
         that it has. audit: of what is restored; None for none. states: of recurrent layers; None
-        without them. events: for routers; None where nobody is told."""
+        without them. events: for routers; None where nobody is told. images: None where none are
+        kept."""
         super().__init__(params)
         self.weights, self._keeps_host = weights, False
-        self.events = events
+        self.events, self.images = events, images
         if events is not None:
             self.tree_core.kv_events = events.recorder
         layout = tiers.layout
@@ -116,9 +119,7 @@ class HcRadixCache(RestoringTree):
             self.waiting.matched(params.req)
         if params.req is None or self.disable or self.stopped or len(params.key) == 0:
             return result
-        if not keeps_state(
-            params.req
-        ):  # nor is what is kept its state, and its ids may be no tokens
+        if not keeps_state(params.req):  # nor is what is kept its state
             return result
         key, on_device = params.key, result.device_prefix_len
         if len(key) - on_device < self.page_size:
