@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from support.speculation_kernels import trees
+
 PAGE, DIM, SCALE = 64, 128, 4
 """Rows of a page of the index, bytes of a key, bytes of its scale."""
 
@@ -111,6 +113,9 @@ def chosen_tokens(
 def spans(backend: Any, batch: Any) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """Of each request its rows in the pass, the slots of all its tokens, and which of these each
     row may see."""
+    if batch.forward_mode.is_target_verify():
+        yield from trees(backend, batch)
+        return
     lengths = batch.seq_lens.tolist()
     decodes = batch.forward_mode.is_decode()
     new = [1] * len(lengths) if decodes else batch.extend_seq_lens.tolist()

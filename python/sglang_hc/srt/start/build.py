@@ -232,6 +232,8 @@ def _device(model: Model) -> Device:
     own = partial(KvPoolRows, full_attention(whole), state.layers)
     rows = partial(own, columns=columns_of, draft=draft)
     reach = model.params.sliding_window_size
+    if reach and model.params.is_eagle:
+        reach += runner.page_size  # SGLang's tree compares a token more: it goes on before an end
     try:
         windows = window_pool(whole, model.allocator, reach, runner.page_size)
         pool = rows()

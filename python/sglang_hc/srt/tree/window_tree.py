@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -72,6 +73,9 @@ class WindowTree(DeviceTree):
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         self._chunk: int | None = params.chunked_prefill_size
+        self._most = max(LATE, self.page_size - 1 + get_alloc_reserve_per_decode())
+        """Second slots that a request which decodes takes at most in a pass: with speculative
+        decoding those of what it verifies as well."""
 
     def has_space_for(self, windows: int, new: int) -> bool:
         """Whether the pool is large enough that a request with `new` tokens to compute gets so many
@@ -113,11 +117,11 @@ class WindowTree(DeviceTree):
 
     def _is_short(self) -> bool:
         """Whether second slots may run out before SGLang asks again what it may free: in this pass
-        and in the next one each request that runs takes at most a page."""
+        and in the next one."""
         rows, allocator = self.req_to_token_pool, self.token_to_kv_pool_allocator
         free = allocator.swa_available_size() + self.swa_evictable_size()
         running = rows.size - rows.available_size()
-        return bool(free < 2 * running * max(self.page_size, LATE))
+        return bool(free < 2 * running * self._most)
 
     @method()
     def free_kv_row(self, theirs: SglangMethod, kv: Any, ranges: list[tuple[int, int]]) -> None:
@@ -175,7 +179,8 @@ class WindowTree(DeviceTree):
         None where there is no room, or the tree has changed since. Else all rows of new slots are
         to be written, or `take_back` is called.
         """
-        core, stop = self.tree_core, len(key)
+        core, key = self.tree_core, self.positions_of(key)
+        stop = len(key)
         there, deepest, _ = core.match_full_device_prefix(key)
         if there < len(before):
             return None
@@ -220,7 +225,7 @@ class WindowTree(DeviceTree):
 
     def take_back(self, key: RadixKey, grown: Grown) -> None:
         """The rows of new slots will not be written: take them out of the tree."""
-        nodes, end = list(self.path_of(key)), len(key)
+        nodes, end = list(self.path_of(key)), len(self.positions_of(key))
         for node in reversed(nodes):
             begin = end - len(node.key)
             if begin >= grown.there:
