@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from support import sparse_core, sparse_model, state_core, state_model, window_core, window_model
 from support import speculative_kinds as kinds
-from support import window_core, window_model
 from support.core import Once, run_in_child
 from support.prompts import on_disk
 from support.speculation import CHAIN, NGRAM, ROWS
-from support.speculative_kinds import ROOMY, Kept, Start
+from support.speculative_kinds import DEEPSEEK, QWEN, ROOMY, Kept, with_a_layer
 from support.speculative_talks import draft_model
 
 PAGES = "--page-size", "64"
@@ -53,10 +52,11 @@ def ends_of(told: Kept, flags: tuple[str, ...], lag: int) -> list[int]:
     return found
 
 
-def check(found: Kept, kept: Kept, plain: Kept, ends: list[int]) -> None:
-    """found: with tiers, evicted between the turns. kept: without. plain: without speculation."""
+def check(found: Kept, kept: Kept, plain: Kept, ends: list[int], accepts: bool = True) -> None:
+    """found: with tiers, evicted between the turns. kept: without. plain: without speculation.
+    accepts: whether some of what is proposed is accepted."""
     assert kept.tokens == plain.tokens
-    assert len(set(kept.accepted)) > 2, "nothing was accepted, or rejected"
+    assert len(set(kept.accepted)) > 2 or not accepts
     assert found.tokens == plain.tokens
     assert found.proposed == kept.proposed and found.accepted == kept.accepted
     assert [host for _, host, _ in found.cached] == ends
@@ -87,3 +87,166 @@ def test_windows_with_proposals_of_a_corpus(
     found = run_in_child(kinds.speculating, *common, True, overlap, *flags)
     assert set(kept.accepted) == set(range(1, ROWS + 1))
     check(found, kept, plain, ends_of(plain, flags, 0))
+
+
+Drafts = Callable[[str, str], tuple[str, ...]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("algorithm", "shape", "flags", "overlap"),
+    [
+        ("EAGLE3", "chain", (), True),
+        ("EAGLE3", "chain", PAGES, False),
+        ("EAGLE3", "chain", CHUNKS, False),
+        ("EAGLE3", "tree", (), False),
+        ("STANDALONE", "chain", (), True),
+    ],
+)
+def test_windows_with_a_draft_model(
+    windows: Path, once: Once, drafts: Drafts, algorithm: str, shape: str,
+    flags: tuple[str, ...], overlap: bool,
+) -> None:  # fmt: skip
+    """Its rows come back with those of the layers with full attention."""
+    model, start = str(windows / "gpt-oss-96"), kinds.with_windows
+    plain = once(kinds.plainly, window_core.engine, model)
+    common, flags = (start, model, plain.history), (*drafts(algorithm, shape), *flags)
+    kept = run_in_child(kinds.speculating, *common, False, overlap, *ROOMY, *flags)
+    found = run_in_child(kinds.speculating, *common, True, overlap, *flags)
+    lag = int(algorithm != "STANDALONE")
+    check(found, kept, plain, ends_of(plain, flags, lag), accepts=shape == "chain")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), PAGES])
+@pytest.mark.parametrize("algorithm", ["NGRAM", "EAGLE3"])
+def test_the_next_server_goes_on_with_windows(
+    windows: Path, once: Once, drafts: Drafts, tmp_path: Path, algorithm: str,
+    flags: tuple[str, ...],
+) -> None:  # fmt: skip
+    model, start = str(windows / "gpt-oss-96"), kinds.with_windows
+    plain = once(kinds.plainly, window_core.engine, model)
+    proposals = CHAIN if algorithm == "NGRAM" else drafts(algorithm, "chain")
+    flags, taught = (*proposals, *flags), plain.history
+    kept = run_in_child(kinds.speculating, start, model, taught, False, False, *ROOMY, *flags)
+    below = *flags, *on_disk(tmp_path / "d")
+    begun = run_in_child(kinds.first_turn, start, model, taught, *below)
+    later = run_in_child(kinds.later_turns, start, model, taught, begun.history, *below)
+    assert begun.tokens + later.tokens == plain.tokens
+    assert begun.accepted + later.accepted == kept.accepted
+    assert begun.proposed + later.proposed == kept.proposed
+    ends = ends_of(plain, flags, int(algorithm != "NGRAM"))
+    assert [host + disk for _, host, disk in later.cached] == ends[1:]
+    assert later.cached[0][2] == ends[1]
+
+
+@pytest.mark.slow
+def test_a_rejected_row_in_a_window_is_noticed(windows: Path, once: Once) -> None:
+    """The control."""
+    model, start = str(windows / "gpt-oss-96"), kinds.with_windows
+    plain = once(kinds.plainly, window_core.engine, model)
+    planted = partial(kinds.speculating, plant=kinds.with_a_rejected_row)
+    found = run_in_child(planted, start, model, plain.history, True, False, *NGRAM)
+    assert found.tokens[0] == plain.tokens[0] and found.tokens != plain.tokens
+
+
+@pytest.mark.slow
+def test_a_draft_model_without_its_rows_is_noticed(
+    windows: Path, once: Once, drafts: Drafts
+) -> None:
+    """The control: the tokens are the same, and what is proposed is not."""
+    model, start = str(windows / "gpt-oss-96"), kinds.with_windows
+    plain = once(kinds.plainly, window_core.engine, model)
+    flags = drafts("EAGLE3", "tree")
+    common = start, model, plain.history
+    kept = run_in_child(kinds.speculating, *common, False, False, *ROOMY, *flags)
+    planted = partial(kinds.speculating, plant=kinds.without_draft_rows)
+    found = run_in_child(planted, *common, True, False, *flags)
+    assert found.tokens == kept.tokens and found.proposed != kept.proposed
+
+
+# -- a sparse-attention index ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sparse(models: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("sparse")
+    sparse_model.make(made)
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "overlap"), [(CHAIN, False), (CHAIN, True), ((*CHAIN, *CHUNKS), False)]
+)
+def test_an_index_with_proposals_of_a_corpus(
+    sparse: Path, once: Once, flags: tuple[str, ...], overlap: bool
+) -> None:
+    model, start = str(sparse / "deepseek-v3.2"), kinds.with_index
+    plain = once(kinds.plainly, sparse_core.engine, model)
+    common = start, model, plain.history
+    kept = run_in_child(kinds.speculating, *common, False, overlap, *ROOMY, *flags)
+    found = run_in_child(kinds.speculating, *common, True, overlap, *flags)
+    check(found, kept, plain, [device for device, _, _ in kept.cached])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_index_with_a_layer_that_proposes(
+    sparse: Path, once: Once, tmp_path: Path, overlap: bool
+) -> None:
+    """The layer has an index of its own, which comes back with it."""
+    base, start = sparse / "deepseek-v3.2", kinds.with_index
+    plain = once(kinds.plainly, sparse_core.engine, str(base))
+    flags = with_a_layer(base, tmp_path / "drafts", DEEPSEEK)
+    common = start, flags[-1], plain.history
+    kept = run_in_child(kinds.speculating, *common, False, overlap, *ROOMY, *flags)
+    found = run_in_child(kinds.speculating, *common, True, overlap, *flags)
+    check(found, kept, plain, [device for device, _, _ in kept.cached])
+
+
+# -- recurrent layers -----------------------------------------------------------------------------
+
+STEPS = "--mamba-track-interval", "64"
+
+
+@pytest.fixture(scope="module")
+def states(models: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("states")
+    state_model.make(made)
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "flags", "overlap"),
+    [
+        ("qwen3-next", CHAIN, False),
+        ("qwen3-next", NGRAM, True),
+        ("qwen3-next", (*NGRAM, *CHUNKS), False),
+        ("qwen3.5", NGRAM, False),
+    ],
+)
+def test_states_with_proposals_of_a_corpus(
+    states: Path, once: Once, name: str, flags: tuple[str, ...], overlap: bool
+) -> None:
+    model, start = str(states / name), kinds.with_states
+    plain = once(kinds.plainly, state_core.engine, model, *STEPS)
+    common = start, model, plain.history
+    kept = run_in_child(kinds.speculating, *common, False, overlap, *ROOMY, *STEPS, *flags)
+    found = run_in_child(kinds.speculating, *common, True, overlap, *flags)
+    check(found, kept, plain, [device for device, _, _ in kept.cached])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
+def test_states_with_a_layer_that_proposes(
+    states: Path, once: Once, tmp_path: Path, overlap: bool
+) -> None:
+    base, start = states / "qwen3-next", kinds.with_states
+    plain = once(kinds.plainly, state_core.engine, str(base), *STEPS)
+    flags = with_a_layer(base, tmp_path / "drafts", QWEN)
+    common = start, flags[-1], plain.history
+    kept = run_in_child(kinds.speculating, *common, False, overlap, *ROOMY, *STEPS, *flags)
+    found = run_in_child(kinds.speculating, *common, True, overlap, *flags)
+    check(found, kept, plain, [device for device, _, _ in kept.cached])

@@ -9,10 +9,12 @@ number decides how a matrix product of this machine rounds: one bit can choose o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from support import speculation_kernels
 from support.speculation_kernels import trees
 
 PAGE, DIM, SCALE = 64, 128, 4
@@ -29,6 +31,8 @@ def use() -> None:
     torch.bmm = in_float64(torch.bmm)
     Indexer.forward_native = Indexer.forward_cuda = chosen_tokens
     ATTENTION_BACKENDS["dsa"] = _backend
+    speculation_kernels.draft_extension = _backend
+    speculation_kernels.draft_steps = _draft_steps
 
 
 def in_float64(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -116,7 +120,7 @@ def spans(backend: Any, batch: Any) -> Iterator[tuple[slice, torch.Tensor, torch
     if batch.forward_mode.is_target_verify():
         yield from trees(backend, batch)
         return
-    lengths = batch.seq_lens.tolist()
+    lengths = [length + backend.ahead for length in batch.seq_lens.tolist()]
     decodes = batch.forward_mode.is_decode()
     new = [1] * len(lengths) if decodes else batch.extend_seq_lens.tolist()
     table, at = backend.req_to_token_pool.req_to_token, 0
@@ -136,6 +140,8 @@ def _backend(runner: Any) -> Any:
 
     class SparseAttention(TorchNativeAttnBackend):
         use_mha = False
+        ahead = 0
+        """Tokens that a draft model has proposed already, of which lengths do not tell."""
 
         def forward_extend(
             self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any,
@@ -164,3 +170,12 @@ def _backend(runner: Any) -> Any:
         forward_decode = forward_extend
 
     return SparseAttention(runner)
+
+
+def _draft_steps(runner: Any, steps: int, topk: int) -> Any:
+    """In place of `speculation_kernels.draft_steps`, of chains."""
+    assert topk == 1
+    backends = [_backend(runner) for _ in range(steps)]
+    for step, backend in enumerate(backends, 1):
+        backend.ahead = step
+    return SimpleNamespace(attn_backends=backends, init_forward_metadata=lambda batch: None)

@@ -156,7 +156,7 @@ def install(overlap: bool) -> None:
     DraftBackendFactory.create_decode_backend = lambda self: kernels.draft_steps(
         self.draft_model_runner, self.speculative_num_steps, self.topk
     )
-    DraftBackendFactory.create_draft_extend_backend = lambda self: TorchNativeAttnBackend(
+    DraftBackendFactory.create_draft_extend_backend = lambda self: kernels.draft_extension(
         self.draft_model_runner
     )
     ngram_worker.NgramCorpus = Oracle

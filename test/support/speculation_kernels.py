@@ -200,6 +200,13 @@ def _attend(
     return found.squeeze(0).transpose(0, 1)
 
 
+def draft_extension(runner: Any) -> Any:
+    """An attention back end for the pass of a draft model behind one that verified."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    return TorchNativeAttnBackend(runner)
+
+
 def draft_steps(runner: Any, steps: int, topk: int) -> Any:
     """An attention back end for each step of a draft model, in which a request has `topk` rows.
 
@@ -245,9 +252,7 @@ def verify_attention(
     return torch.cat(found).view(q.shape[0], -1)
 
 
-def trees(
-    backend: Any, batch: Any
-) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+def trees(backend: Any, batch: Any) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """Of each request of a verify pass its rows in the pass, the slots of all its tokens and of its
     tree, in this order, and which of them each row sees: all tokens, and its ancestors."""
     count, table = batch.spec_info.draft_token_num, backend.req_to_token_pool.req_to_token

@@ -125,7 +125,8 @@ def convolve_tree(
 def _find_parents(child: torch.Tensor, sibling: torch.Tensor, parents: torch.Tensor) -> None:
     parents.fill_(-1)
     for request, children in enumerate(child.tolist()):
-        for parent, row in enumerate(children):
+        for parent, first in enumerate(children):
+            row = first
             while row >= 0:
                 parents[request, row] = parent
                 row = int(sibling[request, row])

@@ -114,12 +114,12 @@ def _verified(
     backend: Any, batch: Any, window: int | None
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """As `spans`, of a pass that verifies: a window ends at the place of a row in its text."""
-    for rows, slots, seen in trees(backend, batch):
+    for rows, all_slots, sees in trees(backend, batch):
+        own = batch.positions[rows]
+        length, first = len(all_slots) - len(own), 0
+        seen = sees
         if window is not None:
-            own = batch.positions[rows]
-            length = len(slots) - len(own)
-            places = torch.cat([torch.arange(length), own])
             first = max(0, length - window)  # what is before that may have no row any more
-            seen = (seen & (places >= own.unsqueeze(1) - window))[:, first:]
-            slots = slots[first:]
-        yield rows, slots, seen
+            places = torch.cat([torch.arange(length), own])
+            seen = sees & (places >= own.unsqueeze(1) - window)
+        yield rows, all_slots[first:], seen[:, first:]

@@ -275,7 +275,8 @@ def _layout(model: Model, device: Device) -> tuple[BlockLayout, bytes]:
     dtype = str(runner.dtype).removeprefix("torch.")
     hidden_bytes = taps.row_bytes if taps is not None else 0
     shape = StateShape(device.pool.num_layers, hidden_bytes, device.pool.part_bytes, dtype)
-    draft, drafted = draft_layers(model.draft, model.params.is_eagle, group)
+    lags = model.params.is_eagle and device.states is None  # as SGLang's tree compares tokens
+    draft, drafted = draft_layers(model.draft, lags, group)
     plan, ends = state.own_plan, None
     if device.windows is not None:
         plan, ends = LayerPlan(0, 0, shape.num_layers), device.windows.layout
