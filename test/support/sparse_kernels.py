@@ -25,12 +25,14 @@ def use() -> None:
     """In this process, which has no engine yet and none but these."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
+    from sglang.srt.mem_cache import allocation
 
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
     torch.nn.functional.linear = in_float64(torch.nn.functional.linear)
     torch.bmm = in_float64(torch.bmm)
     Indexer.forward_native = Indexer.forward_cuda = chosen_tokens
     ATTENTION_BACKENDS["dsa"] = _backend
+    allocation.get_last_loc_triton = allocation.get_last_loc_torch
     speculation_kernels.draft_extension = _backend
     speculation_kernels.draft_steps = _draft_steps
 

@@ -93,7 +93,7 @@ class Oracle:
     batch_put = erase_match_state = synchronize = reset = _nothing
 
 
-def helped(original: Any, *args: Any) -> Any:
+def helped(original: Any, *args: Any, **more: Any) -> Any:
     """In place of SGLang's way from proposed tokens to a tree: where they are a chain, the first
     ones of it are right, as many as the sequence's length says."""
     bonus, _, _, tokens, lengths, _, topk, *_ = args
@@ -102,7 +102,7 @@ def helped(original: Any, *args: Any) -> Any:
             right = known[length + 1 : length + 1 + length % (tokens.shape[1] + 1)]
             if right and known[length] == int(bonus[row]):
                 tokens[row, : len(right)] = torch.tensor(right)
-    return original(*args)
+    return original(*args, **more)
 
 
 def install(overlap: bool) -> None:
@@ -115,6 +115,7 @@ def install(overlap: bool) -> None:
     os.environ["SGLANG_NATIVE_MOVE_KV_CACHE"] = "1"
     import torch._dynamo
 
+    torch.cuda.synchronize = lambda *_: None  # SGLang's models call it whatever the device is
     torch._dynamo.config.disable = True  # compiling how trees grow would take half a minute
     for name in ("sgl_kernel", "sgl_kernel.speculative"):
         sys.modules[name] = ModuleType(name)

@@ -52,8 +52,11 @@ def with_windows(model: str, *flags: str, **options: Any) -> SpeculativeCore:
 
 
 def with_index(model: str, *flags: str, **options: Any) -> SpeculativeCore:
-    """model: path of one of `sparse_model`."""
+    """model: path of one of `sparse_model`. A layer that proposes has no experts, as the others."""
+    from sglang.srt.models.deepseek_v2 import DeepseekV2DecoderLayer
+
     sparse_kernels.use()
+    DeepseekV2DecoderLayer._is_layer_sparse = staticmethod(lambda *_, **__: False)
     return SpeculativeCore(*sparse_core.FLAGS, *SMALL, *flags, model=model, **options)
 
 

@@ -42,6 +42,16 @@ def full_attention(pool: Any) -> Any:
     return pool.full_kv_pool if type(pool) in (SWAKVPool, HybridLinearKVPool) else pool
 
 
+def refuse_draft(pool: Any) -> None:
+    """Raise UnsupportedPool for SGLang's `pool` of a draft model, None without one, that keeps more
+    than a block has for it."""
+    if type(pool) in (SWAKVPool, HybridLinearKVPool):
+        raise UnsupportedPool(
+            "--speculative-draft-model-path: layers of the draft model have sliding windows or are "
+            "recurrent, and of a draft model nothing is kept at ends; use another one"
+        )
+
+
 def window_pool(pool: Any, allocator: Any, tokens: int | None, page_size: int) -> WindowPool | None:
     """The windows of SGLang's `pool`; None where all layers have full attention. tokens: that a
     window reaches back. Raises UnsupportedPool."""

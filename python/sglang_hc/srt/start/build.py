@@ -52,7 +52,12 @@ from sglang_hc.srt.model.recompute import LayerRecomputer, recomputer_for
 from sglang_hc.srt.model.rotation import checked_rotation
 from sglang_hc.srt.model.scratch_layer import model_shape
 from sglang_hc.srt.model.state_pool import StatePool, gate_of, state_pool
-from sglang_hc.srt.model.window_pool import WindowPool, full_attention, window_pool
+from sglang_hc.srt.model.window_pool import (
+    WindowPool,
+    full_attention,
+    refuse_draft,
+    window_pool,
+)
 from sglang_hc.srt.ranks.decisions import ranks_of
 from sglang_hc.srt.ranks.replicas import host_share, place_of
 from sglang_hc.srt.ranks.start_group import StartGroup
@@ -235,6 +240,7 @@ def _device(model: Model) -> Device:
     if reach and model.params.is_eagle:
         reach += runner.page_size  # SGLang's tree compares a token more: it goes on before an end
     try:
+        refuse_draft(draft)
         windows = window_pool(whole, model.allocator, reach, runner.page_size)
         pool = rows()
         states = state_pool(runner)
