@@ -13,7 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from support import sparse_core, sparse_model, state_core, state_model, window_core, window_model
+from support import (
+    retractions,
+    sparse_core,
+    sparse_model,
+    state_core,
+    state_model,
+    window_core,
+    window_model,
+)
 from support import speculative_kinds as kinds
 from support.core import Once, run_in_child
 from support.prompts import on_disk
@@ -250,3 +258,36 @@ def test_states_with_a_layer_that_proposes(
     kept = run_in_child(kinds.speculating, *common, False, overlap, *ROOMY, *STEPS, *flags)
     found = run_in_child(kinds.speculating, *common, True, overlap, *flags)
     check(found, kept, plain, [device for device, _, _ in kept.cached])
+
+
+# -- controls, and others beside ------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_state_of_a_rejected_row_is_noticed(states: Path, once: Once) -> None:
+    """The control."""
+    model, start = str(states / "qwen3-next"), kinds.with_states
+    plain = once(kinds.plainly, state_core.engine, model, *STEPS)
+    planted = partial(kinds.speculating, plant=kinds.with_a_rejected_state)
+    found = run_in_child(planted, start, model, plain.history, True, False, *NGRAM)
+    assert found.tokens[0] == plain.tokens[0] and found.tokens != plain.tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["windows", "states"])
+def test_what_was_retracted_between_two_verify_passes_comes_back(
+    windows: Path, states: Path, kind: str
+) -> None:
+    """Several requests at once, each with its own accepted length."""
+    model, plainly, start = {
+        "windows": (windows / "gpt-oss-96", window_core.engine, kinds.with_windows),
+        "states": (states / "qwen3-next", state_core.engine, kinds.with_states),
+    }[kind]
+    calm = run_in_child(kinds.retracted, plainly, str(model), [], False)
+    taught = [
+        [*said, *reply] for said, reply in zip(retractions.PROMPTS, calm["replies"], strict=True)
+    ]
+    found = run_in_child(kinds.retracted, start, str(model), taught, True, *NGRAM)
+    assert found["replies"] == calm["replies"] and found["retractions"] > 0
+    assert found["stats"]["retracted_restored_tokens"] > 0
+    assert "guarded_errors" not in found["stats"]

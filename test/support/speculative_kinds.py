@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support import (
+    retractions,
     sparse_core,
     sparse_kernels,
     state_core,
@@ -27,6 +28,8 @@ from support.speculation import SpeculativeCore
 from support.speculative_talks import SAID
 
 ROOMY = ("--max-total-tokens", "4096", "--hc-disable")
+NEW = 72
+"""Tokens of a reply: each passes a multiple of 64 in passes that verify."""
 
 
 class Kept(NamedTuple):
@@ -132,7 +135,7 @@ def talk(
             core.settle()
             core.evict()
             core.flood(random.Random(turn), 2 * core.scheduler.max_total_num_tokens)
-        reply = core.ask(history, 40)
+        reply = core.ask(history, NEW)
         tokens.append(reply.tokens)
         cached.append((reply.device, reply.host, reply.storage))
         history += reply.tokens
@@ -155,6 +158,16 @@ def speculating(
     return talk(start(model, *flags, taught=[taught], overlap=overlap), evict)
 
 
+def retracted(
+    start: Start, model: str, taught: Sequence[list[int]], often: bool, *flags: str
+) -> dict[str, Any]:
+    """As `retractions.serve`. often: requests are retracted every few passes."""
+    if often:
+        retractions.retract_often(every=4)
+    options = {"taught": taught} if taught else {}
+    return retractions.serve(start(model, *flags, **options))
+
+
 # -- two servers, one after the other -------------------------------------------------------------
 
 
@@ -175,8 +188,8 @@ def later_turns(start: Start, model: str, taught: list[int], told: list[int], *f
 
 
 def with_a_rejected_row() -> None:
-    """Of the last token of the last end, the row of a window is that of a token behind all that
-    was accepted, which a verify pass proposed and rejected."""
+    """Of the last token before a reply's end, the row of a window is that of a token behind all
+    that was accepted, which a verify pass proposed and rejected."""
     from sglang_hc.capture.ends import EndRows
     from sglang_hc.srt.binding import fields
     from sglang_hc.srt.tree.tree_backend import HcRadixCache
@@ -193,6 +206,21 @@ def with_a_rejected_row() -> None:
         return found
 
     HcRadixCache.end_rows = another  # type: ignore[method-assign]
+
+
+def with_a_rejected_state() -> None:
+    """Where a reply passes a multiple of 64, the state behind another row of the pass is kept,
+    which may have been rejected."""
+    keep = state_kernels.keep_accepted
+
+    def another(
+        caches: Any, slots: Any, steps: Any, kept: Any, kept_steps: torch.Tensor, **more: Any
+    ) -> None:
+        rows = caches.intermediate_ssm.shape[2]
+        moved = torch.where(kept_steps < 0, kept_steps, (kept_steps + 1) % rows)
+        keep(caches, slots, steps, kept, moved, **more)
+
+    state_kernels.keep_accepted = another
 
 
 def without_draft_rows() -> None:
