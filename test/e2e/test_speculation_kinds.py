@@ -32,7 +32,7 @@ from support.speculative_talks import draft_model
 PAGES = "--page-size", "64"
 CHUNKS = "--chunked-prefill-size", "64"
 
-slow = partial(pytest.param, marks=pytest.mark.slow)
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +79,10 @@ def check(found: Kept, kept: Kept, plain: Kept, ends: list[int], accepts: bool =
     ("name", "flags", "overlap"),
     [
         ("gpt-oss-96", NGRAM, True),
-        slow("gpt-oss-96", NGRAM, False),
-        slow("gpt-oss-96", (*CHAIN, *PAGES), True),
-        slow("gpt-oss-96", (*NGRAM, *CHUNKS), True),
-        slow("gemma4", NGRAM, True),
+        ("gpt-oss-96", NGRAM, False),
+        ("gpt-oss-96", (*CHAIN, *PAGES), True),
+        ("gpt-oss-96", (*NGRAM, *CHUNKS), True),
+        ("gemma4", NGRAM, True),
     ],
 )
 def test_windows_with_proposals_of_a_corpus(
@@ -100,7 +100,6 @@ def test_windows_with_proposals_of_a_corpus(
 Drafts = Callable[[str, str], tuple[str, ...]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "shape", "flags", "overlap"),
     [
@@ -125,7 +124,6 @@ def test_windows_with_a_draft_model(
     check(found, kept, plain, ends_of(plain, flags, lag), accepts=shape == "chain")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), PAGES])
 @pytest.mark.parametrize("algorithm", ["NGRAM", "EAGLE3"])
 def test_the_next_server_goes_on_with_windows(
@@ -148,7 +146,6 @@ def test_the_next_server_goes_on_with_windows(
     assert later.cached[0][2] == ends[1]
 
 
-@pytest.mark.slow
 def test_a_rejected_row_in_a_window_is_noticed(windows: Path, once: Once) -> None:
     """The control."""
     model, start = str(windows / "gpt-oss-96"), kinds.with_windows
@@ -158,7 +155,6 @@ def test_a_rejected_row_in_a_window_is_noticed(windows: Path, once: Once) -> Non
     assert found.tokens[0] == plain.tokens[0] and found.tokens != plain.tokens
 
 
-@pytest.mark.slow
 def test_a_draft_model_without_its_rows_is_noticed(
     windows: Path, once: Once, drafts: Drafts
 ) -> None:
@@ -183,7 +179,6 @@ def sparse(models: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "overlap"), [(CHAIN, False), (CHAIN, True), ((*CHAIN, *CHUNKS), False)]
 )
@@ -198,7 +193,6 @@ def test_an_index_with_proposals_of_a_corpus(
     check(found, kept, plain, [device for device, _, _ in kept.cached])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_index_with_a_layer_that_proposes(
     sparse: Path, once: Once, tmp_path: Path, overlap: bool
@@ -225,7 +219,6 @@ def states(models: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "flags", "overlap"),
     [
@@ -246,7 +239,6 @@ def test_states_with_proposals_of_a_corpus(
     check(found, kept, plain, [device for device, _, _ in kept.cached])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_states_with_a_layer_that_proposes(
     states: Path, once: Once, tmp_path: Path, overlap: bool
@@ -263,7 +255,6 @@ def test_states_with_a_layer_that_proposes(
 # -- controls, and others beside ------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_state_of_a_rejected_row_is_noticed(states: Path, once: Once) -> None:
     """The control."""
     model, start = str(states / "qwen3-next"), kinds.with_states
@@ -273,7 +264,6 @@ def test_a_state_of_a_rejected_row_is_noticed(states: Path, once: Once) -> None:
     assert found.tokens[0] == plain.tokens[0] and found.tokens != plain.tokens
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["windows", "states"])
 def test_what_was_retracted_between_two_verify_passes_comes_back(
     windows: Path, states: Path, kind: str
