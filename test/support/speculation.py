@@ -217,11 +217,18 @@ class SpeculativeCore(Core):
         return req.spec_verify_ct, {drafts: count for drafts, count in counts if count}
 
     def draft_kv(self, tokens: Sequence[int]) -> list[np.ndarray]:
-        """As `kv`, of the draft model's layers."""
+        """As `kv`, of the draft model's layers, as bytes."""
+        from sglang_hc.srt.model.kv_pool import KvPoolRows
+        from sglang_hc.srt.model.window_pool import full_attention
+
         pool = self.scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool
-        slots = self.slots(tokens)
-        parts = zip(pool.k_buffer, pool.v_buffer, strict=True)
-        return [part[slots].numpy() for pair in parts for part in pair]
+        rows, slots = KvPoolRows(full_attention(pool), None), self.slots(tokens).long()
+        found = [
+            torch.zeros((rows.num_layers, len(slots), width), dtype=torch.uint8)
+            for width in rows.part_bytes
+        ]
+        rows.gather(range(rows.num_layers), slots, found, 0)
+        return [layer.numpy() for part in found for layer in part]
 
     def _noting(self, original: Any) -> Any:
         from sglang.srt.speculative import eagle_utils

@@ -34,13 +34,15 @@ NEW = 72
 
 class Kept(NamedTuple):
     """A conversation. cached: per turn tokens from device, host and disk. accepted, proposed: in
-    each verify pass so many tokens, and which."""
+    each verify pass so many tokens, and which. draft_kv: what a draft model has of all of it, per
+    layer and part; nothing without one."""
 
     history: list[int]
     tokens: list[list[int]]
     cached: list[tuple[int, int, int]]
     accepted: list[int]
     proposed: list[list[int]]
+    draft_kv: list[Any]
     stats: dict[str, Any]
 
 
@@ -145,7 +147,11 @@ def talk(
         proposed = core.proposed
     if evict:
         core.settle()
-    return Kept(history, tokens, cached, accepted, proposed, core.tree.stats() if evict else {})
+    drafts = core.scheduler.draft_worker
+    has_rows = drafts is not None and drafts.draft_worker is not None
+    draft_kv = core.draft_kv(history) if has_rows else []
+    stats = core.tree.stats() if evict else {}
+    return Kept(history, tokens, cached, accepted, proposed, draft_kv, stats)
 
 
 def speculating(

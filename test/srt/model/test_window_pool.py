@@ -14,8 +14,8 @@ from sglang_hc.srt.binding import parallel
 from sglang_hc.srt.model.kv_pool import UnsupportedPool
 from sglang_hc.srt.model.window_pool import (
     WindowPool,
+    draft_pool,
     full_attention,
-    refuse_draft,
     window_pool,
 )
 
@@ -97,6 +97,7 @@ def test_a_plain_pool_has_no_windows() -> None:
 
 
 def test_a_draft_model_with_windows_of_its_own_is_refused() -> None:
-    refuse_draft(None)
-    with pytest.raises(UnsupportedPool, match="--speculative-draft-model-path"):
-        refuse_draft(pool_of(**MIMO_V2))
+    assert draft_pool(None, eagle=False) is None
+    for eagle in (False, True):
+        with pytest.raises(UnsupportedPool, match="--speculative-draft-model-path"):
+            draft_pool(pool_of(**MIMO_V2), eagle)

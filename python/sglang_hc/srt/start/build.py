@@ -54,8 +54,8 @@ from sglang_hc.srt.model.scratch_layer import model_shape
 from sglang_hc.srt.model.state_pool import StatePool, gate_of, state_pool
 from sglang_hc.srt.model.window_pool import (
     WindowPool,
+    draft_pool,
     full_attention,
-    refuse_draft,
     window_pool,
 )
 from sglang_hc.srt.ranks.decisions import ranks_of
@@ -235,12 +235,12 @@ def _device(model: Model) -> Device:
     draft = model.draft.token_to_kv_pool if model.draft is not None else None
     whole = runner.token_to_kv_pool
     own = partial(KvPoolRows, full_attention(whole), state.layers)
-    rows = partial(own, columns=columns_of, draft=draft)
     reach = model.params.sliding_window_size
     if reach and model.params.is_eagle:
         reach += runner.page_size  # SGLang's tree compares a token more: it goes on before an end
     try:
-        refuse_draft(draft)
+        draft = draft_pool(draft, model.params.is_eagle)
+        rows = partial(own, columns=columns_of, draft=draft)
         windows = window_pool(whole, model.allocator, reach, runner.page_size)
         pool = rows()
         states = state_pool(runner)
