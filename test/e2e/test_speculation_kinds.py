@@ -30,7 +30,9 @@ from support.speculation import CHAIN, NGRAM, ROWS
 from support.speculative_kinds import DEEPSEEK, QWEN, ROOMY, Kept, with_a_layer
 from support.speculative_talks import draft_model
 
-PAGES = "--page-size", "64"
+PAGES = "--page-size", "64", "--swa-full-tokens-ratio", "1"
+"""With as many rows of windows as of full attention: an end takes a page more of them where SGLang's
+tree compares a token more."""
 CHUNKS = "--chunked-prefill-size", "64"
 
 pytestmark = pytest.mark.slow
@@ -54,7 +56,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tup
 def ends_of(told: Kept, flags: tuple[str, ...], lag: int) -> list[int]:
     """Up to where each turn can go on behind the end of the one before. lag: tokens that SGLang's
     tree compares behind a position."""
-    page, found, length = 64 if PAGES[1] in flags else 1, [0], 0
+    page, found, length = 64 if PAGES[0] in flags else 1, [0], 0
     for said, reply in zip(kinds.SAID[:-1], told.tokens, strict=False):
         length += len(said) + len(reply)
         found.append((length // 64 * 64 - lag) // page * page)
@@ -128,7 +130,10 @@ def test_windows_with_a_draft_model(
     kept = run_in_child(kinds.speculating, *common, False, overlap, *ROOMY, *flags)
     found = run_in_child(kinds.speculating, *common, True, overlap, *flags)
     lag = int(algorithm != "STANDALONE")
-    check(found, kept, plain, ends_of(plain, flags, lag), accepts=shape == "chain")
+    # What SGLang keeps of a full draft model of a turn's last token is that of the next one, which
+    # the model has not said; here it is computed again. See `test_speculation_drafts.py`.
+    ends, same = ends_of(plain, flags, lag), algorithm != "STANDALONE"
+    check(found, kept, plain, ends, accepts=shape == "chain", same=same)
 
 
 @pytest.mark.parametrize("flags", [(), PAGES])
