@@ -31,8 +31,8 @@ from support.speculative_kinds import DEEPSEEK, QWEN, ROOMY, Kept, with_a_layer
 from support.speculative_talks import draft_model
 
 PAGES = "--page-size", "64", "--swa-full-tokens-ratio", "1"
-"""With as many rows of windows as of full attention: an end takes a page more of them where SGLang's
-tree compares a token more."""
+"""With as many rows of windows as of full attention: an end takes a page more of them where
+SGLang's tree compares a token more."""
 CHUNKS = "--chunked-prefill-size", "64"
 
 pytestmark = pytest.mark.slow

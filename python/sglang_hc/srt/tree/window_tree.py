@@ -73,7 +73,8 @@ class WindowTree(DeviceTree):
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         self._chunk: int | None = params.chunked_prefill_size
-        self._most = max(LATE, self.page_size - 1 + get_alloc_reserve_per_decode())
+        pages = (self.page_size - 1 + get_alloc_reserve_per_decode()) // self.page_size
+        self._most = max(LATE, pages * self.page_size)
         """Second slots that a request which decodes takes at most in a pass: with speculative
         decoding those of what it verifies as well."""
 
