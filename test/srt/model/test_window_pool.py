@@ -11,13 +11,8 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_hc.srt.binding import parallel
-from sglang_hc.srt.model.kv_pool import UnsupportedPool
-from sglang_hc.srt.model.window_pool import (
-    WindowPool,
-    draft_pool,
-    full_attention,
-    window_pool,
-)
+from sglang_hc.srt.model.kv_pool import UnsupportedPool, draft_pool
+from sglang_hc.srt.model.window_pool import WindowPool, full_attention, window_pool
 
 FULL, WINDOWS = [3, 7], [0, 1, 2, 4, 5, 6]
 

@@ -42,20 +42,6 @@ def full_attention(pool: Any) -> Any:
     return pool.full_kv_pool if type(pool) in (SWAKVPool, HybridLinearKVPool) else pool
 
 
-def draft_pool(pool: Any, eagle: bool) -> Any:
-    """The pool of a draft model's layers, all of which have full attention, of SGLang's `pool`;
-    None without one. eagle: it is a head, which SGLang may give a pool as the model has, with the
-    head's layer alone. Raises UnsupportedPool for one that keeps more than a block has for it."""
-    if eagle and type(pool) is HybridLinearKVPool:
-        return pool.full_kv_pool
-    if type(pool) in (SWAKVPool, HybridLinearKVPool):
-        raise UnsupportedPool(
-            "--speculative-draft-model-path: layers of the draft model have sliding windows or are "
-            "recurrent, and of a draft model nothing is kept at ends; use another one"
-        )
-    return pool
-
-
 def window_pool(pool: Any, allocator: Any, tokens: int | None, page_size: int) -> WindowPool | None:
     """The windows of SGLang's `pool`; None where all layers have full attention. tokens: that a
     window reaches back. Raises UnsupportedPool."""

@@ -45,19 +45,14 @@ from sglang_hc.srt.engine.streams import ComputeStream, model_streams
 from sglang_hc.srt.model.capture_memory import SNAPSHOT_BUFFERS
 from sglang_hc.srt.model.columns import columns_of
 from sglang_hc.srt.model.identity import model_identity
-from sglang_hc.srt.model.kv_pool import KvPoolRows, UnsupportedPool, fastest_gather
+from sglang_hc.srt.model.kv_pool import KvPoolRows, UnsupportedPool, draft_pool, fastest_gather
 from sglang_hc.srt.model.model_state import MODEL_STATE, ModelState, refuse_other_pools
 from sglang_hc.srt.model.projection import by_sglang, fastest_projection, fastest_stream
 from sglang_hc.srt.model.recompute import LayerRecomputer, recomputer_for
 from sglang_hc.srt.model.rotation import checked_rotation
 from sglang_hc.srt.model.scratch_layer import model_shape
 from sglang_hc.srt.model.state_pool import StatePool, gate_of, state_pool
-from sglang_hc.srt.model.window_pool import (
-    WindowPool,
-    draft_pool,
-    full_attention,
-    window_pool,
-)
+from sglang_hc.srt.model.window_pool import WindowPool, full_attention, window_pool
 from sglang_hc.srt.ranks.decisions import ranks_of
 from sglang_hc.srt.ranks.replicas import host_share, place_of
 from sglang_hc.srt.ranks.start_group import StartGroup
@@ -173,6 +168,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     own_states = tree_states(device.states, tiers)
     parts = tiers, model.scheduler, compute, ahead, audit, own_states, events
     tree: HcRadixCache = unified_tree(ctx, order, lambda params: HcRadixCache(params, *parts))
+    tree.ahead_of_decode = arguments.slots_ahead()
     kv_pool = runner.token_to_kv_pool
     kv_pool.register_layer_transfer_counter(gate_of(kv_pool, restorer.gate))
     ctx.tp_worker.register_hicache_layer_transfer_counter(restorer.gate)

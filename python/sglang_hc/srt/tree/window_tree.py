@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -53,6 +52,8 @@ class WindowTree(DeviceTree):
     attention."""
 
     ends: EndLayout | None = None
+    ahead_of_decode = 2
+    """Slots that SGLang takes ahead for a request that decodes; more where it verifies tokens."""
     _freed: tuple[Any, int, torch.Tensor] | None = None
     """Of the row that is given back now: whose it is, and the second slots that its last tokens
     had, from this one on."""
@@ -73,10 +74,6 @@ class WindowTree(DeviceTree):
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         self._chunk: int | None = params.chunked_prefill_size
-        pages = (self.page_size - 1 + get_alloc_reserve_per_decode()) // self.page_size
-        self._most = max(LATE, pages * self.page_size)
-        """Second slots that a request which decodes takes at most in a pass: with speculative
-        decoding those of what it verifies as well."""
 
     def has_space_for(self, windows: int, new: int) -> bool:
         """Whether the pool is large enough that a request with `new` tokens to compute gets so many
@@ -122,7 +119,9 @@ class WindowTree(DeviceTree):
         rows, allocator = self.req_to_token_pool, self.token_to_kv_pool_allocator
         free = allocator.swa_available_size() + self.swa_evictable_size()
         running = rows.size - rows.available_size()
-        return bool(free < 2 * running * self._most)
+        page = self.page_size
+        most = max(LATE, (page - 1 + self.ahead_of_decode) // page * page)
+        return bool(free < 2 * running * most)
 
     @method()
     def free_kv_row(self, theirs: SglangMethod, kv: Any, ranges: list[tuple[int, int]]) -> None:
