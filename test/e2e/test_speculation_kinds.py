@@ -294,3 +294,23 @@ def test_what_was_retracted_between_two_verify_passes_comes_back(
     assert found["replies"] == calm["replies"] and found["retractions"] > 0
     assert found["stats"]["retracted_restored_tokens"] > 0
     assert "guarded_errors" not in found["stats"]
+
+
+@pytest.mark.parametrize("kind", ["index", "states"])
+def test_the_next_server_goes_on_with_an_index_and_with_states(
+    sparse: Path, states: Path, once: Once, tmp_path: Path, kind: str
+) -> None:
+    model, plainly, start, layer, more = {
+        "index": (sparse / "deepseek-v3.2", sparse_core.engine, kinds.with_index, DEEPSEEK, ()),
+        "states": (states / "qwen3-next", state_core.engine, kinds.with_states, QWEN, STEPS),
+    }[kind]
+    plain = once(kinds.plainly, plainly, str(model), *more)
+    flags = with_a_layer(model, tmp_path / "drafts", layer)
+    server = start, flags[-1], plain.history
+    below = *flags, *on_disk(tmp_path / "d")
+    begun = run_in_child(kinds.first_turn, *server, *below)
+    later = run_in_child(kinds.later_turns, *server, begun.history, *below)
+    assert begun.tokens + later.tokens == plain.tokens
+    ends = ends_of(plain, PAGES if kind == "index" else (), int(kind == "index"))
+    assert [host + disk for _, host, disk in later.cached] == ends[1:]
+    assert later.cached[0][2] == ends[1]
