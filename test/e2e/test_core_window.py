@@ -16,6 +16,8 @@ from support import leaks, ranked_turns, retractions, window_core, window_kernel
 from support.core import Core, Once, Reply, run_in_child
 from support.prompts import in_directory, in_store, on_disk, prompt
 from support.ranked_core import run_ranks
+from support.speculation import NGRAM
+from support.speculative_kinds import with_windows
 from support.starts import check_left_out, refusal
 from support.window_core import (
     KEPT,
@@ -70,6 +72,13 @@ def test_what_left_the_device_comes_back(
     assert [found.first, found.second.tokens] == wanted
     assert (found.second.device, found.second.host) == (0, KEPT)
     assert found.stats["layer_plan"] == "kv:2" and "guarded_errors" not in found.stats
+
+
+def test_accepted_tokens_come_back_and_rejected_ones_do_not(model: str, once: Once) -> None:
+    wanted = once(never_evicted, model)
+    start = partial(with_windows, taught=[history(wanted[0]) + wanted[1]], overlap=True)
+    found = run_in_child(partial(evicted, start=start), model, *NGRAM)
+    assert [found.first, found.second.tokens] == wanted and found.second.host == KEPT
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sglang_hc.capture.direct import DeviceRing, DirectRows
 from sglang_hc.capture.ends import EndRows, EndSaver, places_of
 from sglang_hc.device.copy_stream import HostCopyStream
-from sglang_hc.forms import BLOCK_TOKENS, EndLayout, LayerPlan, WindowLayers
+from sglang_hc.forms import BLOCK_TOKENS, DraftLayers, EndLayout, LayerPlan, WindowLayers
 from sglang_hc.policy.ends import Place, Stay
 from sglang_hc.policy.eviction import LruPolicy
 from sglang_hc.restore.path import EndPath, Restoration, RestorePath, WindowRows
@@ -32,18 +32,22 @@ FULL, WINDOWS = 2, 3
 LAYOUT = EndLayout(WindowLayers((0, 2, 3), 95, PARTS))
 """Of a model of five layers, of which 1 and 4 have full attention."""
 NUMBERS = {0: 2, 1: 0, 2: 3, 3: 4, 4: 1}
+"""In a restore pass; layers of a draft model come between both kinds."""
 LENGTH = 5 * BLOCK_TOKENS
 
 
 class World:
     """A path of five blocks, the rows of which are in a pool of the device."""
 
-    def __init__(self, ring: int) -> None:
+    def __init__(self, ring: int, drafts: int = 0) -> None:
+        """drafts: layers of a draft model."""
         self.tiers: Tiers
+        self.drafts = drafts
         self.copies = LateCopyStream()
         self.tiers, self.full, _ = build(
-            LayerPlan(0, 0, FULL), 8, 600, copy_stream=self.copies, ends=LAYOUT
-        )
+            *(LayerPlan(0, 0, FULL), 8, 600), copy_stream=self.copies, ends=LAYOUT,
+            draft=DraftLayers(drafts),
+        )  # fmt: skip
         host = self.tiers.host
         keep(host, tokens_of("abcde"))
         self.path = list(host.tree.match(Prefix(None, tokens_of("abcde"))).nodes)
@@ -77,7 +81,8 @@ class World:
         )
         own, copies = self.tiers.restorer.path, self.copies
         ring = StagingRing(2, 64 * 2 * sum(PARTS), torch.device("cpu"), copies)
-        ends = EndPath(self.pool, self.device, NUMBERS)
+        numbers = {n: m if m < FULL else m + self.drafts for n, m in NUMBERS.items()}
+        ends = EndPath(self.pool, self.device, numbers)
         path = RestorePath(own.pool, self.full, ring, ends=ends)
         running = RestorePass(path, [restored])
         for layer in range(5):
@@ -86,10 +91,15 @@ class World:
 
 
 @pytest.mark.parametrize("ring", [0, 40_000])
-@given(st.integers(1, 5), st.lists(st.integers(0, 127), min_size=2, max_size=4, unique=True))
+@given(
+    st.integers(1, 5), st.lists(st.integers(0, 127), min_size=2, max_size=4, unique=True),
+    st.integers(0, 2),
+)  # fmt: skip
 @settings(max_examples=examples(20), deadline=None)
-def test_each_row_comes_back_to_its_slot(ring: int, blocks: int, cuts: list[int]) -> None:
-    world = World(ring)
+def test_each_row_comes_back_to_its_slot(
+    ring: int, blocks: int, cuts: list[int], drafts: int
+) -> None:
+    world = World(ring, drafts)
     stop = blocks * BLOCK_TOKENS
     low = max(0, stop - 2 * BLOCK_TOKENS)
     world.save(blocks, low)

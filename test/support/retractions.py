@@ -11,7 +11,7 @@ NEW = 40
 """Tokens of each reply."""
 
 EVERY = 12
-"""Passes between two retractions."""
+"""Passes between two retractions, of one token each."""
 
 
 PROMPTS = [prompt(i, 60 + 10 * i) for i in range(3)]
@@ -36,11 +36,11 @@ class Computed:
         return self._run(batch, *args, **kwargs)
 
 
-def retract_often() -> None:
+def retract_often(every: int = EVERY) -> None:
     """In this process. SGLang reads SGLANG_TEST_RETRACT at import, which was before it began."""
     from sglang.srt.managers import scheduler
 
-    scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, EVERY
+    scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, every
 
 
 def serve(core: Core, prompts: list[list[int]] = PROMPTS) -> dict[str, Any]:

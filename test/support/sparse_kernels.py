@@ -9,9 +9,13 @@ number decides how a matrix product of this machine rounds: one bit can choose o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from support import speculation_kernels
+from support.speculation_kernels import trees
 
 PAGE, DIM, SCALE = 64, 128, 4
 """Rows of a page of the index, bytes of a key, bytes of its scale."""
@@ -21,12 +25,16 @@ def use() -> None:
     """In this process, which has no engine yet and none but these."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
+    from sglang.srt.mem_cache import allocation
 
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
     torch.nn.functional.linear = in_float64(torch.nn.functional.linear)
     torch.bmm = in_float64(torch.bmm)
     Indexer.forward_native = Indexer.forward_cuda = chosen_tokens
     ATTENTION_BACKENDS["dsa"] = _backend
+    allocation.get_last_loc_triton = allocation.get_last_loc_torch
+    speculation_kernels.draft_extension = _backend
+    speculation_kernels.draft_steps = _draft_steps
 
 
 def in_float64(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -111,7 +119,10 @@ def chosen_tokens(
 def spans(backend: Any, batch: Any) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """Of each request its rows in the pass, the slots of all its tokens, and which of these each
     row may see."""
-    lengths = batch.seq_lens.tolist()
+    if batch.forward_mode.is_target_verify():
+        yield from trees(backend, batch)
+        return
+    lengths = [length + backend.ahead for length in batch.seq_lens.tolist()]
     decodes = batch.forward_mode.is_decode()
     new = [1] * len(lengths) if decodes else batch.extend_seq_lens.tolist()
     table, at = backend.req_to_token_pool.req_to_token, 0
@@ -131,6 +142,8 @@ def _backend(runner: Any) -> Any:
 
     class SparseAttention(TorchNativeAttnBackend):
         use_mha = False
+        ahead = 0
+        """Tokens that a draft model has proposed already, of which lengths do not tell."""
 
         def forward_extend(
             self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any,
@@ -159,3 +172,12 @@ def _backend(runner: Any) -> Any:
         forward_decode = forward_extend
 
     return SparseAttention(runner)
+
+
+def _draft_steps(runner: Any, steps: int, topk: int) -> Any:
+    """In place of `speculation_kernels.draft_steps`, of chains."""
+    assert topk == 1
+    backends = [_backend(runner) for _ in range(steps)]
+    for step, backend in enumerate(backends, 1):
+        backend.ahead = step
+    return SimpleNamespace(attn_backends=backends, init_forward_metadata=lambda batch: None)

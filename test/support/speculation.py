@@ -12,10 +12,12 @@ import os
 import random
 import sys
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 
 from sglang_hc.srt.engine import cpu
 from support import speculation_kernels as kernels
@@ -25,6 +27,9 @@ ROWS = 6
 """Tokens that a verify pass computes for each request."""
 
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(ROWS))
+
+CHAIN = (*NGRAM, "--speculative-ngram-max-bfs-breadth", "1")
+"""Without branches, which SGLang allows with larger pages."""
 
 
 class Oracle:
@@ -36,8 +41,8 @@ class Oracle:
 
     taught: list[list[int]] = []  # noqa: RUF012  SGLang makes the object; tests teach the class
 
-    def __init__(self, *, draft_token_num: int, **_: Any) -> None:
-        self._rows = draft_token_num
+    def __init__(self, *, draft_token_num: int, max_bfs_breadth: int, **_: Any) -> None:
+        self._rows, self._is_chain = draft_token_num, max_bfs_breadth == 1
 
     def batch_get(
         self, rids: list[str], ends: list[list[int]], lengths: list[int]
@@ -63,9 +68,12 @@ class Oracle:
         def other(count: int) -> list[int]:
             return [rng.randrange(900, 1000) for _ in range(count)]
 
-        chain(other(wrong))  # before the right path, whose rows are then not the first ones
-        chain(right)
-        chain(other(self._rows - len(tokens)))
+        if self._is_chain:
+            chain([*right, *other(self._rows - 1 - len(right))])
+        else:
+            chain(other(wrong))  # before the right path, whose rows are then not the first ones
+            chain(right)
+            chain(other(self._rows - len(tokens)))
         mask = np.zeros((self._rows, self._rows), dtype=np.int64)
         for row, parent in enumerate(parents):
             if parent >= 0:
@@ -85,6 +93,18 @@ class Oracle:
     batch_put = erase_match_state = synchronize = reset = _nothing
 
 
+def helped(original: Any, *args: Any, **more: Any) -> Any:
+    """In place of SGLang's way from proposed tokens to a tree: where they are a chain, the first
+    ones of it are right, as many as the sequence's length says."""
+    bonus, _, _, tokens, lengths, _, topk, *_ = args
+    for row, length in enumerate(lengths.tolist() if topk == 1 else ()):
+        for known in Oracle.taught:
+            right = known[length + 1 : length + 1 + length % (tokens.shape[1] + 1)]
+            if right and known[length] == int(bonus[row]):
+                tokens[row, : len(right)] = torch.tensor(right)
+    return original(*args, **more)
+
+
 def install(overlap: bool) -> None:
     """Put the stand-ins in place, in a child of `run_in_child`. What SGLang asks `_is_cpu` of has
     kernels for its own CPU build, whose names and arguments the stand-ins have.
@@ -95,6 +115,7 @@ def install(overlap: bool) -> None:
     os.environ["SGLANG_NATIVE_MOVE_KV_CACHE"] = "1"
     import torch._dynamo
 
+    torch.cuda.synchronize = lambda *_: None  # SGLang's models call it whatever the device is
     torch._dynamo.config.disable = True  # compiling how trees grow would take half a minute
     for name in ("sgl_kernel", "sgl_kernel.speculative"):
         sys.modules[name] = ModuleType(name)
@@ -136,7 +157,7 @@ def install(overlap: bool) -> None:
     DraftBackendFactory.create_decode_backend = lambda self: kernels.draft_steps(
         self.draft_model_runner, self.speculative_num_steps, self.topk
     )
-    DraftBackendFactory.create_draft_extend_backend = lambda self: TorchNativeAttnBackend(
+    DraftBackendFactory.create_draft_extend_backend = lambda self: kernels.draft_extension(
         self.draft_model_runner
     )
     ngram_worker.NgramCorpus = Oracle
@@ -185,6 +206,9 @@ class SpeculativeCore(Core):
 
         for module in (eagle_worker_common, ngram_worker):
             module.eagle_sample = self._noting(module.eagle_sample)
+        if taught:
+            build = eagle_worker_common.build_tree_kernel_efficient
+            eagle_worker_common.build_tree_kernel_efficient = partial(helped, build)
 
     def verified(self, rid: str) -> tuple[int, dict[int, int]]:
         """Verify passes of a finished request, and how many of them accepted so many proposals."""
@@ -193,11 +217,18 @@ class SpeculativeCore(Core):
         return req.spec_verify_ct, {drafts: count for drafts, count in counts if count}
 
     def draft_kv(self, tokens: Sequence[int]) -> list[np.ndarray]:
-        """As `kv`, of the draft model's layers."""
+        """As `kv`, of the draft model's layers, as bytes."""
+        from sglang_hc.srt.model.kv_pool import KvPoolRows
+        from sglang_hc.srt.model.window_pool import full_attention
+
         pool = self.scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool
-        slots = self.slots(tokens)
-        parts = zip(pool.k_buffer, pool.v_buffer, strict=True)
-        return [part[slots].numpy() for pair in parts for part in pair]
+        rows, slots = KvPoolRows(full_attention(pool), None), self.slots(tokens).long()
+        found = [
+            torch.zeros((rows.num_layers, len(slots), width), dtype=torch.uint8)
+            for width in rows.part_bytes
+        ]
+        rows.gather(range(rows.num_layers), slots, found, 0)
+        return [layer.numpy() for part in found for layer in part]
 
     def _noting(self, original: Any) -> Any:
         from sglang.srt.speculative import eagle_utils

@@ -6,7 +6,7 @@ sampling. Their arguments are those of SGLang's own CPU build or of its kernels 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -200,6 +200,13 @@ def _attend(
     return found.squeeze(0).transpose(0, 1)
 
 
+def draft_extension(runner: Any) -> Any:
+    """An attention back end for the pass of a draft model behind one that verified."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    return TorchNativeAttnBackend(runner)
+
+
 def draft_steps(runner: Any, steps: int, topk: int) -> Any:
     """An attention back end for each step of a draft model, in which a request has `topk` rows.
 
@@ -238,15 +245,23 @@ def verify_attention(
 ) -> torch.Tensor:
     """Rows of a tree see what is stored of their request, and their ancestors."""
     _store(self, layer, batch, k, v)
-    rows = batch.spec_info.draft_token_num
-    trees = batch.spec_info.custom_mask.view(-1, rows, rows).to(torch.bool)
-    query = q.reshape(-1, rows, layer.tp_q_head_num, layer.qk_head_dim)
-    found = []
-    for b, (request, length) in enumerate(_requests(batch)):
-        slots = self.req_to_token_pool.req_to_token[request, : length + rows]
-        mask = torch.cat([torch.ones((rows, length), dtype=torch.bool), trees[b]], dim=1)
-        found.append(_attend(self, layer, query[b], slots, mask))
+    query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+    found = [
+        _attend(self, layer, query[rows], slots, seen) for rows, slots, seen in trees(self, batch)
+    ]
     return torch.cat(found).view(q.shape[0], -1)
+
+
+def trees(backend: Any, batch: Any) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Of each request of a verify pass its rows in the pass, the slots of all its tokens and of its
+    tree, in this order, and which of them each row sees: all tokens, and its ancestors."""
+    count, table = batch.spec_info.draft_token_num, backend.req_to_token_pool.req_to_token
+    masks = batch.spec_info.custom_mask.view(-1, count, count).to(torch.bool)
+    for number, (request, length) in enumerate(_requests(batch)):
+        stored = torch.ones((count, length), dtype=torch.bool)
+        seen = torch.cat([stored, masks[number]], dim=1)
+        rows = slice(number * count, (number + 1) * count)
+        yield rows, table[request, : length + count].long(), seen
 
 
 def _store(self: Any, layer: Any, batch: Any, k: torch.Tensor, v: torch.Tensor) -> None:

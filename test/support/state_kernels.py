@@ -43,7 +43,9 @@ def use() -> None:
     backend.fused_gdn_gating = gates
     kernels.chunk_gated_delta_rule = prefill
     kernels.fused_recurrent_gated_delta_rule_packed_decode = decode
+    kernels.fused_sigmoid_gating_delta_rule_update = verify
     states.track_mamba_states_all_layers = keep_states
+    states.scatter_mamba_states_after_mtp_verify = keep_accepted
     FusedRMSNormGated.forward = RMSNorm.forward = gated_norm
     experts.fused_gate_sigmoid_mul_add = add_gated
     qwen.fused_sigmoid_mul = gated
@@ -83,13 +85,56 @@ def convolve(
 def convolve_one(
     x: torch.Tensor, conv_states: torch.Tensor, weight: torch.Tensor,
     bias: torch.Tensor | None = None, activation: str | None = None, *,
-    conv_state_indices: torch.Tensor,
+    conv_state_indices: torch.Tensor, intermediate_conv_window: torch.Tensor | None = None,
+    **verified: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """As `convolve`, of one token a request: x (requests, channels)."""
+    """As `convolve`, of one token a request: x (requests, channels). In a pass that verifies see
+    `convolve_tree`."""
     slots = conv_state_indices.long()
+    if intermediate_conv_window is not None:
+        own = conv_states[slots]
+        return convolve_tree(x, own, weight, bias, intermediate_conv_window, **verified)
     inputs = torch.cat([conv_states[slots], x.unsqueeze(2)], 2)
     conv_states[slots] = inputs[:, :, 1:]
     return torch.cat([_convolved(one, weight, bias) for one in inputs], 1).T.contiguous()
+
+
+def convolve_tree(
+    x: torch.Tensor, before: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+    windows: torch.Tensor, retrieve_next_token: torch.Tensor | None,
+    retrieve_next_sibling: torch.Tensor | None, retrieve_parent_token: torch.Tensor | None,
+    intermediate_state_indices: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """x (requests, channels, rows) of proposed trees, each row behind its parent, the first one
+    behind `before` (requests, channels, width - 1). What comes behind a row needs its last inputs,
+    which go to windows (requests, rows, channels, width - 1); the states stay as they are. Fills
+    `retrieve_parent_token` (requests, rows), which is None where the trees are chains."""
+    out = torch.empty_like(x)
+    if retrieve_parent_token is not None:
+        assert retrieve_next_token is not None and retrieve_next_sibling is not None
+        _find_parents(retrieve_next_token, retrieve_next_sibling, retrieve_parent_token)
+    for request, own in enumerate(intermediate_state_indices.tolist()):
+        for row, parent in enumerate(_parents(retrieve_parent_token, request, x.shape[2])):
+            state = before[request] if parent < 0 else windows[own, parent]
+            inputs = torch.cat([state, x[request, :, row : row + 1]], 1)
+            out[request, :, row : row + 1] = _convolved(inputs, weight, bias)
+            windows[own, row] = inputs[:, 1:]
+    return out
+
+
+def _find_parents(child: torch.Tensor, sibling: torch.Tensor, parents: torch.Tensor) -> None:
+    parents.fill_(-1)
+    for request, children in enumerate(child.tolist()):
+        for parent, first in enumerate(children):
+            row = first
+            while row >= 0:
+                parents[request, row] = parent
+                row = int(sibling[request, row])
+
+
+def _parents(parents: torch.Tensor | None, request: int, rows: int) -> list[int]:
+    found: list[int] = list(range(-1, rows - 1)) if parents is None else parents[request].tolist()
+    return found
 
 
 def _convolved(
@@ -149,6 +194,27 @@ def decode(
         )  # fmt: skip
 
 
+def verify(
+    *, A_log: torch.Tensor, dt_bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+    v: torch.Tensor, a: torch.Tensor, b: torch.Tensor, initial_state_source: torch.Tensor,
+    initial_state_indices: torch.Tensor, intermediate_states_buffer: torch.Tensor,
+    intermediate_state_indices: torch.Tensor, cache_steps: int,
+    retrieve_parent_token: torch.Tensor | None, **_: Any,
+) -> torch.Tensor:  # fmt: skip
+    """As `prefill`, of trees of `cache_steps` proposed tokens each; the state behind each goes to
+    intermediate_states_buffer (requests, cache_steps, heads, V, K), and none to its slot."""
+    out, states = torch.empty_like(v), intermediate_states_buffer
+    kept, replaced = gates(A_log, a, b, dt_bias)
+    for request, slot in enumerate(initial_state_indices.tolist()):
+        own = int(intermediate_state_indices[request])
+        for row, parent in enumerate(_parents(retrieve_parent_token, request, cache_steps)):
+            state = initial_state_source[slot] if parent < 0 else states[own, parent]
+            at = slice(request * cache_steps + row, request * cache_steps + row + 1)
+            parts = (part[0, at] for part in (q, k, v, kept.unsqueeze(-1), replaced))
+            out[0, at], _, states[own, row] = delta_rule(*parts, state)
+    return out
+
+
 def delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
     state: torch.Tensor,
@@ -202,6 +268,24 @@ def keep_states(
     own, to = slots[:requests][mask].long(), kept[:requests][mask].long()
     for part in (conv, state):
         part[:, to] = part[:, own]
+
+
+def keep_accepted(
+    caches: Any, slots: torch.Tensor, steps: torch.Tensor, kept: torch.Tensor | None,
+    kept_steps: torch.Tensor | None, **_: Any,
+) -> None:  # fmt: skip
+    """Of a pass that verified, the states behind the last accepted rows, `steps` (requests,), go to
+    `slots`, those behind `kept_steps`, -1 for none, to the slots `kept`."""
+    pairs = [
+        (caches.temporal, caches.intermediate_ssm),
+        *zip(caches.conv, caches.intermediate_conv_window, strict=True),
+    ]
+    for to, rows in ((slots, steps), (kept, kept_steps)):
+        if to is None or rows is None:
+            continue
+        for request, row in enumerate(rows.tolist()):
+            for state, of_rows in pairs if row >= 0 else ():
+                state[:, int(to[request])] = of_rows[:, request, row]
 
 
 # -- around it -----------------------------------------------------------------------------------

@@ -73,13 +73,13 @@ def never_evicted(model: str, *flags: str) -> list[list[int]]:
 
 def evicted(
     model: str, *flags: str, plant: Callable[[], object] | None = None,
-    spoil: Callable[[Core], object] | None = None,
+    spoil: Callable[[Core], object] | None = None, start: Callable[..., Core] = engine,
 ) -> Told:  # fmt: skip
     """Others write over everything on the device between the turns. plant: an error, before there
-    is an engine. spoil: is called before, with what is in host memory."""
+    is an engine. spoil: is called before, with what is in host memory. start: the engine."""
     if plant is not None:
         plant()
-    core = engine(model, *flags)
+    core = start(model, *flags)
     first = core.ask(PROMPT, 24).tokens
     core.push_out()
     if spoil is not None:

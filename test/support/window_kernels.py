@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from support.speculation_kernels import trees
+
 BACKEND = "intel_amx"
 
 
@@ -87,6 +89,9 @@ def spans(
     """Of each request its rows in the pass, the slots of the tokens that they see, and which of
     these each row may see: itself and the `window` tokens before it, or those of its chunk of
     `chunk` tokens up to it (Llama 4), or all."""
+    if batch.forward_mode.is_target_verify():
+        yield from _verified(backend, batch, window)
+        return
     lengths = batch.seq_lens.tolist()
     decodes = batch.forward_mode.is_decode()
     new = [1] * len(lengths) if decodes else batch.extend_seq_lens.tolist()
@@ -103,3 +108,18 @@ def spans(
             seen &= keys // chunk == own // chunk
         yield slice(at, at + count), table[request, first:length].long(), seen
         at += count
+
+
+def _verified(
+    backend: Any, batch: Any, window: int | None
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """As `spans`, of a pass that verifies: a window ends at the place of a row in its text."""
+    for rows, all_slots, sees in trees(backend, batch):
+        own = batch.positions[rows]
+        length, first = len(all_slots) - len(own), 0
+        seen = sees
+        if window is not None:
+            first = max(0, length - window)  # what is before that may have no row any more
+            places = torch.cat([torch.arange(length), own])
+            seen = sees & (places >= own.unsqueeze(1) - window)
+        yield rows, all_slots[first:], seen[:, first:]

@@ -134,7 +134,7 @@ class EndPath:
     which are numbered there among themselves.
 
     numbers: of the model's layers, in the order of the model: what each has in a restore pass,
-    those with full attention from 0 on, those with windows behind them.
+    those with full attention from 0 on, those with windows behind them and behind a draft model's.
     """
 
     pool: EndPool

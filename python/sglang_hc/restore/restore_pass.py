@@ -167,7 +167,8 @@ class RestorePass:
         """The loads in the order of their copies. Within a form it is the order of the layers."""
         if self._ends is not None:  # nothing is projected, and all goes by the order of the model
             places = {number: place for place, number in enumerate(self._ends.numbers.values())}
-            return iter(sorted(loads, key=lambda load: places[load.layer]))
+            drafts = len(places)  # a draft model runs behind the model
+            return iter(sorted(loads, key=lambda load: places.get(load.layer, drafts)))
         rows: Counter[int] = Counter()
         for load in loads:
             rows[load.layer] += load.piece.rows

@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_hc.srt.binding import parallel
-from sglang_hc.srt.model.kv_pool import UnsupportedPool
+from sglang_hc.srt.model.kv_pool import UnsupportedPool, draft_pool
 from sglang_hc.srt.model.window_pool import WindowPool, full_attention, window_pool
 
 FULL, WINDOWS = [3, 7], [0, 1, 2, 4, 5, 6]
@@ -89,3 +89,10 @@ def test_a_plain_pool_has_no_windows() -> None:
         device="cpu", enable_memory_saver=False,
     )  # fmt: skip
     assert window_pool(pool, None, 128, 1) is None and full_attention(pool) is pool
+
+
+def test_a_draft_model_with_windows_of_its_own_is_refused() -> None:
+    assert draft_pool(None, eagle=False) is None
+    for eagle in (False, True):
+        with pytest.raises(UnsupportedPool, match="--speculative-draft-model-path"):
+            draft_pool(pool_of(**MIMO_V2), eagle)

@@ -21,6 +21,7 @@ from sglang.srt.arg_groups.overrides import (
     supports_mamba_cache_extra_buffer,
 )
 from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, Phase, with_phase
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
@@ -167,6 +168,11 @@ def pass_sizes(args: Any) -> PassSizes:
         int(_now(args, "max_running_requests") or 2 * graphs.decode.max_bs),
         max_speculative_num_draft_tokens(args) or 0,
     )
+
+
+def slots_ahead() -> int:
+    """Device slots that are taken ahead for a request that decodes, behind its last token."""
+    return get_alloc_reserve_per_decode()
 
 
 def makes_graphs(args: Any) -> bool:

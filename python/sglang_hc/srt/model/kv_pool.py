@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.mem_cache.memory_pool import (
     DSATokenToKVPool,
+    HybridLinearKVPool,
     MHATokenToKVPool,
     MLATokenToKVPool,
 )
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_hc.capture.direct import DeviceRing
 from sglang_hc.device.gather_scatter import DevicePool, Places, gather, scatter, select
@@ -172,6 +174,20 @@ class KvPoolRows:
             for rows, buffer in zip(parts, buffers, strict=True)
         )
         pool.set_kv_buffer(None, slots, k, v, layer_id_override=pool.start_layer + layer)
+
+
+def draft_pool(pool: Any, eagle: bool) -> Any:
+    """The pool of a draft model's layers, all of which have full attention, of SGLang's `pool`;
+    None without one. eagle: it is a head, which SGLang may give a pool as the model has, with the
+    head's layer alone. Raises UnsupportedPool for one that keeps more than a block has for it."""
+    if eagle and type(pool) is HybridLinearKVPool:
+        return pool.full_kv_pool
+    if type(pool) in (SWAKVPool, HybridLinearKVPool):
+        raise UnsupportedPool(
+            "--speculative-draft-model-path: layers of the draft model have sliding windows or are "
+            "recurrent, and of a draft model nothing is kept at ends; use another one"
+        )
+    return pool
 
 
 def _rows_of(layer: Sequence[torch.Tensor]) -> list[torch.Tensor]:

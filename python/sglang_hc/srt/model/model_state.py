@@ -156,24 +156,13 @@ def refuse_model(model: torch.nn.Module, group: StartGroup) -> None:
 
 
 def refuse_other_pools(ctx: Any) -> None:
-    """Raise ConfigError for a model that keeps state outside the KV pool, or has state in it of
-    which proposed tokens were not tested. ctx: what SGLang builds its tree from."""
+    """Raise ConfigError for a model of whose state more than one kind is outside the KV pool of
+    layers with full attention. ctx: what SGLang builds its tree from."""
     if ctx.is_hybrid_ssm and ctx.is_hybrid_swa:
         raise ConfigError(
             "sglang-hc does not support models with recurrent layers and sliding windows: both "
             "together were not tested. Add --hc-disable to serve without the tiers"
         )
-    speculates = not ctx.tp_worker.model_runner.spec_algorithm.is_none()
-    for kind, what in (
-        (ctx.is_dsa, "a sparse-attention index"),
-        (ctx.is_hybrid_swa, "sliding windows that have a pool of their own"),
-        (ctx.is_hybrid_ssm, "recurrent layers"),
-    ):
-        if kind and speculates:
-            raise ConfigError(
-                f"sglang-hc does not support --speculative-algorithm with {what}: it was not "
-                "tested. Leave the flag out, or add --hc-disable to serve without the tiers"
-            )
 
 
 def kept_layers(runner: Any) -> int:

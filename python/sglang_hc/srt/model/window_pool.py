@@ -29,12 +29,12 @@ class WindowPool(NamedTuple):
         """What is kept of them."""
         return EndLayout(WindowLayers(self.layers, self.tokens, self.rows.part_bytes))
 
-    @property
-    def numbers(self) -> dict[int, int]:
-        """Of the model's layers in their order: those with full attention from 0 on, then those
-        with windows."""
-        order = {layer: number for number, layer in enumerate((*self.full, *self.layers))}
-        return dict(sorted(order.items()))
+    def numbers(self, drafts: int) -> dict[int, int]:
+        """Of the model's layers in their order: those with full attention from 0 on, then, behind
+        so many layers of a draft model, those with windows."""
+        order = {layer: number for number, layer in enumerate(self.full)}
+        windows = enumerate(self.layers, len(self.full) + drafts)
+        return dict(sorted((order | {layer: number for number, layer in windows}).items()))
 
 
 def full_attention(pool: Any) -> Any:

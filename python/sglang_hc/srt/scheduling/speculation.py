@@ -10,6 +10,10 @@ The KV of a draft model is kept as further layers of each block: SGLang gives it
 the model's own, fills it in a pass behind each prefill and each verify pass, and reads it in the
 next. What a request restores of it is in place when the pass of the model is over, and so before
 the draft model's.
+
+What layers without full attention keep at ends needs nothing of this either. SGLang moves accepted
+rows of windows with the others and counts them alike; the state behind an accepted row goes to the
+slot that a tree's node gets of it, and the other states of a verify pass to none.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from sglang_hc.forms import NO_DRAFT, DraftLayers
 from sglang_hc.srt.binding import arguments, fields
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.model.identity import model_identity
+from sglang_hc.srt.model.window_pool import full_attention
 from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 
@@ -76,11 +81,13 @@ def draft_layers(draft: Any, eagle: bool, group: StartGroup) -> tuple[DraftLayer
     """The layers of a draft model, and what their state depends on beside that of the model's own.
 
     draft: SGLang's model runner; None without one. eagle: it computes a position from the token
-    behind it as well, and SGLang's tree compares that token too.
+    behind it as well, and SGLang's tree compares that token too. With recurrent layers the tree
+    does not: of a node's last position it keeps the row of whoever computed it first, and so do
+    blocks. A row of another token's changes what is proposed, and no token.
     """
     if draft is None:
         return NO_DRAFT, []
-    layers = DraftLayers(draft.token_to_kv_pool.layer_num, lag=int(eagle))
+    layers = DraftLayers(full_attention(draft.token_to_kv_pool).layer_num, lag=int(eagle))
     return layers, [
         "draft",
         str(arguments.draft_algorithm(arguments.of(draft))),

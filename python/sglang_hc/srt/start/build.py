@@ -45,7 +45,7 @@ from sglang_hc.srt.engine.streams import ComputeStream, model_streams
 from sglang_hc.srt.model.capture_memory import SNAPSHOT_BUFFERS
 from sglang_hc.srt.model.columns import columns_of
 from sglang_hc.srt.model.identity import model_identity
-from sglang_hc.srt.model.kv_pool import KvPoolRows, UnsupportedPool, fastest_gather
+from sglang_hc.srt.model.kv_pool import KvPoolRows, UnsupportedPool, draft_pool, fastest_gather
 from sglang_hc.srt.model.model_state import MODEL_STATE, ModelState, refuse_other_pools
 from sglang_hc.srt.model.projection import by_sglang, fastest_projection, fastest_stream
 from sglang_hc.srt.model.recompute import LayerRecomputer, recomputer_for
@@ -172,6 +172,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     images = known_images(runner, state.plan, device.whole)
     parts = tiers, model.scheduler, compute, ahead, weights, audit, own_states, events, images
     tree: HcRadixCache = unified_tree(ctx, order, lambda params: HcRadixCache(params, *parts))
+    tree.ahead_of_decode = arguments.slots_ahead()
     kv_pool = runner.token_to_kv_pool
     kv_pool.register_layer_transfer_counter(gate_of(kv_pool, restorer.gate))
     ctx.tp_worker.register_hicache_layer_transfer_counter(restorer.gate)
@@ -234,9 +235,12 @@ def _device(model: Model) -> Device:
     draft = model.draft.token_to_kv_pool if model.draft is not None else None
     whole = runner.token_to_kv_pool
     own = partial(KvPoolRows, full_attention(whole), state.layers)
-    rows = partial(own, columns=columns_of, draft=draft)
     reach = model.params.sliding_window_size
+    if reach and model.params.is_eagle:
+        reach += runner.page_size  # SGLang's tree compares a token more: it goes on before an end
     try:
+        draft = draft_pool(draft, model.params.is_eagle)
+        rows = partial(own, columns=columns_of, draft=draft)
         windows = window_pool(whole, model.allocator, reach, runner.page_size)
         pool = rows()
         states = state_pool(runner)
@@ -277,7 +281,8 @@ def _layout(model: Model, device: Device) -> tuple[BlockLayout, bytes]:
     dtype = str(runner.dtype).removeprefix("torch.")
     hidden_bytes = taps.row_bytes if taps is not None else 0
     shape = StateShape(device.pool.num_layers, hidden_bytes, device.pool.part_bytes, dtype)
-    draft, drafted = draft_layers(model.draft, model.params.is_eagle, group)
+    lags = model.params.is_eagle and device.states is None  # as SGLang's tree compares tokens
+    draft, drafted = draft_layers(model.draft, lags, group)
     plan, ends = state.own_plan, None
     if device.windows is not None:
         plan, ends = LayerPlan(0, 0, shape.num_layers), device.windows.layout

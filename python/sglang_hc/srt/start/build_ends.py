@@ -84,7 +84,7 @@ def end_path(windows: WindowPool | None, memory: HostMemory) -> EndPath | None:
     """What rows of sliding windows pass through; None without them."""
     if memory.ends is None or windows is None:
         return None
-    return EndPath(memory.ends, windows.rows, windows.numbers)
+    return EndPath(memory.ends, windows.rows, windows.numbers(memory.pool.layout.draft.count))
 
 
 def states_of(

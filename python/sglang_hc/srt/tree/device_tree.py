@@ -101,9 +101,15 @@ class DeviceTree(SglangTree):
             yield from node.children.values()
             nodes += node.children.values()
 
+    def positions_of(self, key: RadixKey) -> RadixKey:
+        """What the tree can have of a key of tokens: whole pages of positions, of which there is
+        one less with a draft model of the EAGLE family."""
+        key, _ = key.maybe_to_bigram_view(self.tree_core.is_eagle)
+        return key.page_aligned(self.page_size)
+
     def path_of(self, key: RadixKey) -> Iterator[Any]:
         """The whole nodes of a key's path on the device."""
-        key, node = key.page_aligned(self.page_size), self.node(self.root_node_handle())
+        key, node = self.positions_of(key), self.node(self.root_node_handle())
         while len(key):
             node = node.children.get(key.child_key(self.page_size))
             if node is None or node.evicted or node.key.match(key, self.page_size) < len(node.key):
@@ -192,7 +198,7 @@ class DeviceTree(SglangTree):
     def _drop_from(self, key: RadixKey, before: int) -> None:
         """Take out the node of a path that has the token behind `before`, with all below it, but
         for what is locked. The path may end inside that node."""
-        key, above, passed = key.page_aligned(self.page_size), self.node(self.root_node_handle()), 0
+        key, above, passed = self.positions_of(key), self.node(self.root_node_handle()), 0
         for node in self.path_of(key):
             if passed + len(node.key) > before:
                 break

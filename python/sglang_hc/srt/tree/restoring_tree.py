@@ -88,7 +88,7 @@ class RestoringTree(CapturingTree):
         parts = self.host_match.parts(blocks)
         if parts is None:
             return self.refuse(req, Reason.BLOCKS_GONE)
-        key = RadixKey(prompt[:stop], fields.namespace_of(req))
+        key = RadixKey(prompt[: stop + self._lag], fields.namespace_of(req))
         grown = self.grow(before, key, fields.priority_of(req))
         if grown is None:
             return self.refuse(req, Reason.NO_DEVICE_SLOTS)

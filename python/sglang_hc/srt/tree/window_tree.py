@@ -52,6 +52,8 @@ class WindowTree(DeviceTree):
     attention."""
 
     ends: EndLayout | None = None
+    ahead_of_decode = 2
+    """Slots that SGLang takes ahead for a request that decodes; more where it verifies tokens."""
     _freed: tuple[Any, int, torch.Tensor] | None = None
     """Of the row that is given back now: whose it is, and the second slots that its last tokens
     had, from this one on."""
@@ -113,11 +115,13 @@ class WindowTree(DeviceTree):
 
     def _is_short(self) -> bool:
         """Whether second slots may run out before SGLang asks again what it may free: in this pass
-        and in the next one each request that runs takes at most a page."""
+        and in the next one."""
         rows, allocator = self.req_to_token_pool, self.token_to_kv_pool_allocator
         free = allocator.swa_available_size() + self.swa_evictable_size()
         running = rows.size - rows.available_size()
-        return bool(free < 2 * running * max(self.page_size, LATE))
+        page = self.page_size
+        most = max(LATE, (page - 1 + self.ahead_of_decode) // page * page)
+        return bool(free < 2 * running * most)
 
     @method()
     def free_kv_row(self, theirs: SglangMethod, kv: Any, ranges: list[tuple[int, int]]) -> None:
@@ -175,7 +179,8 @@ class WindowTree(DeviceTree):
         None where there is no room, or the tree has changed since. Else all rows of new slots are
         to be written, or `take_back` is called.
         """
-        core, stop = self.tree_core, len(key)
+        core, key = self.tree_core, self.positions_of(key)
+        stop = len(key)
         there, deepest, _ = core.match_full_device_prefix(key)
         if there < len(before):
             return None
@@ -220,7 +225,7 @@ class WindowTree(DeviceTree):
 
     def take_back(self, key: RadixKey, grown: Grown) -> None:
         """The rows of new slots will not be written: take them out of the tree."""
-        nodes, end = list(self.path_of(key)), len(key)
+        nodes, end = list(self.path_of(key)), len(self.positions_of(key))
         for node in reversed(nodes):
             begin = end - len(node.key)
             if begin >= grown.there:
