@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,9 +105,13 @@ def test_both_sides_of_the_longest_and_the_most() -> None:
     ):
         with pytest.raises(ValueError, match="hc_retain"):
             read_retains(longest | wrong)
-    assert len(read_retains([longest] * MOST_RETAINS)) == MOST_RETAINS
+    text = json.dumps(longest)
+    assert len(read_retains([text] * MOST_RETAINS)) == MOST_RETAINS
     with pytest.raises(ValueError, match="hc_retain has 17"):
-        read_retains([longest] * (MOST_RETAINS + 1))
+        read_retains([text] * (MOST_RETAINS + 1))
+    for wrong_list in ([longest], ["x"], ["5"], [5]):
+        with pytest.raises(ValueError, match="hc_retain"):
+            read_retains(wrong_list)
     each = [("kv.demote", {})] * MOST_RETAINS
     assert len(of_body(hints(*each))) == MOST_RETAINS
     with pytest.raises(ValueError, match="kv_hints"):

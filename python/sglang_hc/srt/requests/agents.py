@@ -19,6 +19,7 @@ actions, other hints, and kv_hints of a batch with one envelope for each prompt.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ import msgspec
 from msgspec import Meta
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_hc.errors import convert
+from sglang_hc.errors import convert, decode_json
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.soft_retention import MAX_RETAIN_S
 from sglang_hc.srt.arguments.server_args import config_of
@@ -117,8 +118,8 @@ def add(obj: Any, found: Sequence[Retain]) -> None:
     def with_found(sampling: Any) -> dict[str, Any]:
         custom = custom_params(sampling)
         own = custom.get(FIELD)
-        known = [] if own is None else own if isinstance(own, list) else [own]
-        more = [msgspec.to_builtins(one) for one in found]
+        known = own if isinstance(own, list) else [] if own is None else [_text(own)]
+        more = [_text(msgspec.to_builtins(one)) for one in found]
         return (sampling or {}) | {"custom_params": custom | {FIELD: [*known, *more]}}
 
     sampling = obj.sampling_params
@@ -126,6 +127,11 @@ def add(obj: Any, found: Sequence[Retain]) -> None:
         obj.sampling_params = [with_found(one) for one in sampling]
     else:
         obj.sampling_params = with_found(sampling)
+
+
+def _text(value: object) -> str:
+    """Of one of several: SGLang's wire has no lists of objects in custom_params."""
+    return json.dumps(value)
 
 
 def of_body(body: dict[str, Any], hints: object = None) -> list[Retain]:
@@ -213,13 +219,14 @@ def check_retain(self: Any, obj: Any, input_ids: list[int] | None) -> None:
 
 
 def read_retains(value: object) -> list[Retain]:
-    """From JSON: one, or a list. Raises ValueError for users."""
-    several = value if isinstance(value, list) else [value]
-    if len(several) > MOST_RETAINS:
-        raise ValueError(f"{FIELD} has {len(several)} retentions; at most {MOST_RETAINS} are taken")
-    if not all(isinstance(one, dict) for one in several):
-        raise ValueError(f'{FIELD} must be an object such as {{"ttl_s": 300}}, or a list of them')
-    return [convert(one, Retain, FIELD) for one in several]
+    """From JSON: an object, or a list of texts of such. Raises ValueError for users."""
+    if isinstance(value, dict):
+        return [convert(value, Retain, FIELD)]
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise ValueError(f'{FIELD} must be an object such as {{"ttl_s": 300}}')
+    if len(value) > MOST_RETAINS:
+        raise ValueError(f"{FIELD} has {len(value)} retentions; at most {MOST_RETAINS} are taken")
+    return [decode_json(one, Retain, FIELD) for one in value]
 
 
 # -- in the scheduler's process ------------------------------------------------------------------
