@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
@@ -20,7 +19,18 @@ from benchmark.harness.server import ServerProcess
 from support.core import MODELS
 from support.prompts import prompt
 from support.scraped import samples
-from support.served import ENV, ask, get, numbers, post, posting, refusal, start
+from support.served import (
+    ENV,
+    ask,
+    chat,
+    delete,
+    get,
+    message,
+    numbers,
+    post,
+    refusal,
+    start,
+)
 from support.waiting import HANGS_S, until
 
 pytestmark = pytest.mark.server
@@ -258,23 +268,6 @@ def overflow(server: ServerProcess) -> None:
         ask(server, [900 + seed % 100, *prompt(seed, 599)], 1)
 
 
-def chat(server: ServerProcess, number: int, **fields: Any) -> int:
-    """Cached tokens of a chat of its own."""
-    messages = [{"role": "user", "content": f"{number} bottles of state. " * 12}]
-    body = {"model": "m", "max_tokens": 2, "temperature": 0, "messages": messages, **fields}
-    usage = post(server, "/v1/chat/completions", body)["usage"]
-    return int((usage["prompt_tokens_details"] or {}).get("cached_tokens", 0))
-
-
-def message(server: ServerProcess, number: int, control: Any = None, **fields: Any) -> int:
-    """The same by Anthropic's route; the first of two blocks has the cache control."""
-    first = {"type": "text", "text": f"{number} crates of state. " * 12, "cache_control": control}
-    content = [first, {"type": "text", "text": "And nothing else? " * 12}]
-    body = {"model": "m", "max_tokens": 2, "messages": [{"role": "user", "content": content}]}
-    usage = post(server, "/v1/messages", body | fields)["usage"]
-    return int(usage.get("cache_read_input_tokens") or 0)
-
-
 def test_what_agents_retain_outlives_a_load(server: ServerProcess) -> None:
     """In the fields that they send: what was asked for is there when equal chats have left."""
     five, hour = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
@@ -329,10 +322,7 @@ def test_a_session_is_kept_fetched_demoted_and_forgotten_by_its_name(server: Ser
     assert post(server, "/hc/demote", named)["blocks"] == kept["blocks"]
     flood(server)
     assert chat(server, 7, cache_salt="acme") > 0
-    request = posting(server, "/hc/state", named)
-    request.method = "DELETE"
-    with urllib.request.urlopen(request, timeout=HANGS_S) as reply:
-        assert json.loads(reply.read())["complete"]
+    assert delete(server, "/hc/state", named)["complete"]
     assert chat(server, 7, cache_salt="acme") == 0
     assert refusal(server, "/hc/demote", named)[0] == 404
 

@@ -116,7 +116,7 @@ HOSTILE = [
                 }
             ],
         },
-    ),  # fmt: skip
+    ),
     Hostile("nvext text", "nvext", SURROGATE),
     Hostile("nvext huge", "nvext", {"cache_control": {"type": "ephemeral", "ttl": HUGE}}),
     Hostile("nvext hints", "nvext", {"agent_hints": {"total_requests": HUGE, "iat": HUGE}}),

@@ -111,6 +111,10 @@ class Retention:
         """A session is at the end of this path."""
         self.sessions.note(session, prefix, self._clock())
 
+    def left_by(self, client: str | None, session: str) -> Prefix | None:
+        """What a session left last; None for one that is not known."""
+        return self.sessions.of(client, session)
+
     def forget(self, names: Callable[[str | None], bool]) -> None:
         """End what these namespaces hold, and forget the names of their sessions."""
         self.pins.unpin_all(names)

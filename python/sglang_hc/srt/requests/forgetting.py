@@ -48,7 +48,8 @@ def forget(tree: Any, body: dict[str, Any], reply: Callable[[Answer], object]) -
     else:
         tokens, session = pack_tokens(body["tokens"]), body.get("session")
         if session is not None:
-            left = tree.tiers.retention.sessions.of(body["client"], session)
+            retention = tree.tiers.retention
+            left = retention.left_by(body["client"], session)
             if left is None:
                 return reply(_refused(404, f"session {session!r} has left nothing here"))
             tokens = left.tokens

@@ -32,7 +32,7 @@ def answer(tiers: Tiers | None, method: str, body: dict[str, Any]) -> dict[str, 
 def _answer(tiers: Tiers, action: str, body: dict[str, Any]) -> dict[str, Any]:
     retention, session, tokens = tiers.retention, body["session"], body["tokens"]
     if tokens is None:
-        path = retention.sessions.of(body["namespace"], session)
+        path = retention.left_by(body["namespace"], session)
     else:
         path = Prefix(body["namespace"], pack_tokens(tokens))
         if session is not None:
