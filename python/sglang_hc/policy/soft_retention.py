@@ -61,7 +61,8 @@ class Claim:
             self.level, self.step = -1, self.until
             return
         whole = LEVELS * self.weight / self.seconds  # levels per second
-        self.level = max(1, math.ceil(whole * (self.until - now)))
+        most = math.ceil(LEVELS * self.weight)  # sums of times are rounded
+        self.level = min(most, max(1, math.ceil(whole * (self.until - now))))
         self.step = self.until - (self.level - 1) / whole
         if self.step <= now:  # rounding: it has come to the end of its level
             self.level -= 1
@@ -87,6 +88,8 @@ class SoftRetention:
         """By owner, which has one at least; the oldest first."""
         self._count = 0
         self._held: Counter[str | None] = Counter()
+        self.demoted = 0
+        """Blocks that are to leave first."""
         self._steps: list[tuple[float, int, Claim]] = []
         self._numbers = itertools.count()
         self._listeners: list[Callable[[Sequence[bytes]], None]] = []
@@ -180,6 +183,7 @@ class SoftRetention:
         )
         for owner, held in self._held.items():
             assert 0 < held == sum(claim.count for claim in self._claims[owner])
+        assert self.demoted == sum(claim.weight < 0 for claim in self._of.values())
         assert self._held.total() == len(self._of) <= self._max_blocks
         assert len(everything) <= len(self._steps) <= 2 * self._max_claims + FEW_STEPS
 
@@ -201,6 +205,7 @@ class SoftRetention:
             self._of[one] = claim
         claim.count = len(claim.blocks)
         self._held[claim.owner] += claim.count
+        self.demoted += claim.count if claim.weight < 0 else 0
         self._claims.setdefault(claim.owner, {})[claim] = None
         self._count += 1
         self._note_step(claim)
@@ -222,6 +227,7 @@ class SoftRetention:
         """A block is not this claim's any more. A claim without blocks is over."""
         del self._of[block_id]
         claim.count -= 1
+        self.demoted -= claim.weight < 0
         self._held[claim.owner] -= 1
         if not claim.count:
             claims = self._claims[claim.owner]

@@ -102,7 +102,7 @@ class Retention:
 
     def used(self, prefix: Prefix, session: str | None) -> None:
         """A request is over. session: the name that its client gave it; None for none."""
-        if len(self.soft):
+        if self.soft.demoted:
             self.soft.used(self._host.tree.identities(prefix))
         if session is not None:
             self.note(session, prefix)

@@ -120,6 +120,10 @@ class Tiers:
         """Bring to host memory what is below of a path. False where too much is asked for."""
         return self.wished.ask(path)
 
+    def fetch_wished(self) -> None:
+        """At the top of a pass, where all ranks see the same: begin what `prefetch` asked for."""
+        self.wished.go_on()
+
     def after_pass(self, segments: Sequence[Segment]) -> None:
         """A forward pass was submitted: end its restorations, stage its rows."""
         if self.restorer.pass_ended():
@@ -134,7 +138,6 @@ class Tiers:
         if self.residence is not None:
             self.residence.poll()
         self.retention.upkeep()
-        self.wished.go_on()
         self.restorer.poll()
         if self.states is not None:
             self.states.restorer.poll()
