@@ -102,18 +102,17 @@ def _tokens_before(
     """Tokens of the prompt before a breakpoint; 0 where nobody knows, or has other inputs."""
     if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], int):
         return 0
-    if point.message == HEAD:
-        return head_tokens(serving, request)
-    messages = body["messages"]
-    message = messages[point.message]
-    if point.message == len(messages) - 1 and point.block == len(message["content"]) - 1:
+    messages = body["messages"] if point.message != HEAD else ()
+    content = messages[point.message]["content"] if messages else ()
+    if messages and point[:2] == (len(messages) - 1, len(content) - 1):
         return len(prompt)
-    if all(one["role"] in ("system", "developer") for one in messages[: point.message + 1]):
-        return head_tokens(serving, request)
-    last = message | {"content": message["content"][: point.block + 1]}
-    cut = body | {"messages": [*messages[: point.message], last]}
     try:
-        begin = serving._process_messages(_chat_of(cut, raw), is_multimodal=False).prompt_ids
+        before = messages[: point.message + 1]
+        if all(one["role"] in ("system", "developer") for one in before):
+            return head_tokens(serving, request)
+        last = before[-1] | {"content": content[: point.block + 1]}
+        shorter = _chat_of(body | {"messages": [*before[:-1], last]}, raw)
+        begin = serving._process_messages(shorter, is_multimodal=False).prompt_ids
     except Exception:  # a template may refuse a chat that ends there
         logger.debug("sglang-hc: a cache breakpoint is ignored", exc_info=True)
         return 0
