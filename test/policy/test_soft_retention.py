@@ -216,3 +216,21 @@ def test_what_is_retained_leaves_after_what_is_not_and_before_what_is_needed(dat
     assert ranks == sorted(ranks) and len(order) == len(names)
     needed = [one for one in order if one in waiting]
     assert needed == waiting[::-1], "what is needed last leaves first, retained or not"
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6), st.floats(1, 3600)), max_size=20),
+    st.integers(1, 16),
+)
+def test_half_of_the_tier_is_left_to_those_who_retain_nothing(clients: Any, blocks: int):
+    soft = SoftRetention.sized_for(32)
+    host = host_tier(32, make_policy("queue", LookAhead(), None, soft))
+    for number, (tenant, own, seconds) in enumerate(clients):
+        word = chr(1000 + number) * own
+        keep(host, tokens_of(word))
+        soft.retain(f"t{tenant}", identities(tokens_of(word)), seconds, now=0)
+    newcomer = "".join(chr(2000 + number) for number in range(blocks))
+    keep(host, tokens_of(newcomer))
+    assert newcomer in words_in(host.tree), "it pushed itself out"
+    wanted = [one for one in identities(tokens_of(newcomer)) if soft.value(one)]
+    assert wanted == [] and len(soft) <= 16
