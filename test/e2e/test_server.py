@@ -43,7 +43,7 @@ FLOODS = count(1000)
 def server(models: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("server") / "log"
     flags = ("--hc-forms", "hidden", "--enable-metrics", "--enable-cache-report")
-    with start(log, *flags, "--hc-open-routes", "--hc-host-size-gb", "0.06") as process:
+    with start(log, *flags, "--hc-open-routes", "--hc-host-size-gb", "0.05") as process:
         yield process
 
 
@@ -271,8 +271,10 @@ def overflow(server: ServerProcess) -> None:
 def test_what_agents_retain_outlives_a_load(server: ServerProcess) -> None:
     """In the fields that they send: what was asked for is there when equal chats have left."""
     five, hour = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
+    template = 8  # all chats begin with so many equal tokens at most
+    post(server, "/flush_cache?timeout=60")
     before = numbers(server)["retained_blocks"]
-    assert chat(server, 1) == message(server, 2) == 0
+    assert max(chat(server, 1), message(server, 2)) <= template
     assert numbers(server)["retained_blocks"] == before
     chat(server, 3, prompt_cache_retention="24h")
     whole = numbers(server)["retained_blocks"] - before
@@ -283,7 +285,8 @@ def test_what_agents_retain_outlives_a_load(server: ServerProcess) -> None:
     message(server, 5, system=system)
     until(lambda: numbers(server)["retained_blocks"] > before + whole + part, pause=0.1)
     overflow(server)
-    assert chat(server, 1) == message(server, 2) == 0, "a load pushes out what nobody retains"
+    gone = chat(server, 1), message(server, 2)
+    assert max(gone) <= template, "a load pushes out what nobody retains"
     assert chat(server, 3) >= 128
     assert message(server, 4) >= 64 * part and message(server, 5, system=system) >= 64
 
@@ -291,8 +294,7 @@ def test_what_agents_retain_outlives_a_load(server: ServerProcess) -> None:
     chat(server, 6, nvext={"cache_control": {"type": "ephemeral", "ttl": "1s"}})
     until(lambda: numbers(server)["retained_blocks"] <= held, pause=0.2)
     overflow(server)
-    assert chat(server, 6) == 0, "its time is over"
-    assert chat(server, 3) >= 128
+    assert chat(server, 6) <= template < 128 <= chat(server, 3), "its time is over"
     assert numbers(server)["retentions"] >= 4
 
 
