@@ -94,6 +94,10 @@ def test_both_sides_of_the_most_blocks_and_the_oldest_makes_room():
     assert soft.retain("u", ids("12345"), 10, 2) == 4, "half of what others leave"
     soft.check_integrity()
     assert SoftRetention(max_blocks=1).retain("t", ids("a"), 5, 0) == 0
+    soft = SoftRetention(max_blocks=4)
+    assert soft.retain("t", ids("abc"), 5, 0, DEMOTED) == 2
+    assert soft.value(b"a") == 0 > soft.value(b"b"), "leaves leave first"
+    assert SoftRetention(max_blocks=1).retain("t", ids("a"), 5, 0, DEMOTED) == 0
 
 
 def test_both_sides_of_the_most_retentions():

@@ -41,9 +41,9 @@ FEW_STEPS = 64
 
 @dataclass(eq=False, slots=True)
 class Claim:
-    """What one call retained. weight: in (0, 1], or DEMOTED. session: whose
-    claim it is; None for nobody's. blocks: of which `count` are still this claim's. level: its
-    value in steps. step: when that changes next."""
+    """What one call retained. weight: in (0, 1], or DEMOTED. session: whose claim it is; None for
+    nobody's. blocks: of which `count` are still this claim's. level: its value in steps. step: when
+    that changes next."""
 
     owner: str | None
     session: str | None
@@ -128,7 +128,8 @@ class SoftRetention:
         """Want blocks of one path, root first, until now + seconds: as many of the first ones as
         `max_blocks` allows. Where a block is wanted for longer already, that stays.
 
-        weight: in (0, 1]; DEMOTED has them leave first, where nobody but this session wants them.
+        weight: in (0, 1]; DEMOTED has them leave first, where nobody but this session wants them,
+        and as many of the last ones.
         Returns how many of them are retained, or leave first. Raises ValueError for a wrong weight
         or time.
         """
@@ -137,7 +138,8 @@ class SoftRetention:
         self.advance(now)
         if not share(self._max_claims, self._count - len(self._claims.get(owner, ()))):
             return 0
-        blocks = blocks[: self.max_blocks(owner)]
+        most = self.max_blocks(owner)
+        blocks = blocks[:most] if weight > 0 else blocks[max(0, len(blocks) - most) :]
         claim = Claim(owner, session, (), weight, seconds, now + seconds)
         claim.blocks = [one for one in blocks if self._takes(claim, self._of.get(one))]
         if not claim.blocks:
