@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.soft_retention import SoftRetention
 from sglang_hc.srt.requests import agents
 from sglang_hc.srt.requests.agents import Retain
+from sglang_hc.srt.requests.forgetting import forget
 from sglang_hc.srt.requests.retaining import PREFIX, answer
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
@@ -87,6 +89,23 @@ def test_a_flush_forgets_the_tokens_of_sessions(tiers: Tiers) -> None:
     tiers.clear()
     assert tiers.levels()["sessions"] == 0
     assert ask(tiers, "retain", session="s")["status"] == 404
+
+
+def test_a_session_is_forgotten_by_the_tokens_that_it_left(tiers: Tiers) -> None:
+    tiers.used(Prefix("s4:acme", pack_tokens(TOKENS)), session="s")
+    asked: list[Forgetting] = []
+    replies: list[dict[str, Any]] = []
+    scheduler = SimpleNamespace(is_between_stages=False)
+    tree = SimpleNamespace(
+        tiers=tiers, scheduler=scheduler, forget=lambda what, reply: asked.append(what)
+    )
+    body = {"client": "s4:acme", "tokens": [], "session": "s"}
+    forget(tree, body, replies.append)
+    forget(tree, {"client": "s4:acme", "tokens": [1]}, replies.append)
+    wanted = [Forgetting("s4:acme", pack_tokens(part)) for part in (TOKENS, [1])]
+    assert asked == wanted and not replies
+    forget(tree, body | {"client": None}, replies.append)
+    assert asked == wanted and replies[0]["status"] == 404
 
 
 def test_without_tiers_and_beyond_the_most_fetches(tiers: Tiers) -> None:
