@@ -19,7 +19,18 @@ from benchmark.harness.server import ServerProcess
 from support.core import MODELS
 from support.prompts import prompt
 from support.scraped import samples
-from support.served import ENV, ask, get, numbers, post, refusal, start
+from support.served import (
+    ENV,
+    ask,
+    chat,
+    delete,
+    get,
+    message,
+    numbers,
+    post,
+    refusal,
+    start,
+)
 from support.waiting import HANGS_S, until
 
 pytestmark = pytest.mark.server
@@ -32,7 +43,7 @@ FLOODS = count(1000)
 def server(models: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("server") / "log"
     flags = ("--hc-forms", "hidden", "--enable-metrics", "--enable-cache-report")
-    with start(log, *flags, "--hc-open-routes") as process:
+    with start(log, *flags, "--hc-open-routes", "--hc-host-size-gb", "0.05") as process:
         yield process
 
 
@@ -249,6 +260,73 @@ def test_pins_of_one_namespace_are_bounded(server: ServerProcess) -> None:
         raise AssertionError("nothing was refused")
     for pin in pins(server)["pins"]:
         post(server, "/hc/unpin", {"session": pin["session"]})
+
+
+def overflow(server: ServerProcess) -> None:
+    """More than the host tier holds."""
+    for seed in islice(FLOODS, 64 * numbers(server)["host_slots"] // 600 + 1):
+        ask(server, [900 + seed % 100, *prompt(seed, 599)], 1)
+
+
+def test_what_agents_retain_outlives_a_load(server: ServerProcess) -> None:
+    """In the fields that they send: what was asked for is there when equal chats have left."""
+    five, hour = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
+    template = 8  # all chats begin with so many equal tokens at most
+    post(server, "/flush_cache?timeout=60")
+    before = numbers(server)["retained_blocks"]
+    assert max(chat(server, 1), message(server, 2)) <= template
+    assert numbers(server)["retained_blocks"] == before
+    chat(server, 3, prompt_cache_retention="24h")
+    whole = numbers(server)["retained_blocks"] - before
+    message(server, 4, five)
+    part = numbers(server)["retained_blocks"] - before - whole
+    assert whole >= 3 and 1 <= part < whole, "what lies before the breakpoint alone"
+    system = [{"type": "text", "text": "5 shelves of state. " * 12, "cache_control": hour}]
+    message(server, 5, system=system)
+    until(lambda: numbers(server)["retained_blocks"] > before + whole + part, pause=0.1)
+    overflow(server)
+    gone = chat(server, 1), message(server, 2)
+    assert max(gone) <= template, "a load pushes out what nobody retains"
+    assert chat(server, 3) >= 128
+    assert message(server, 4) >= 64 * part and message(server, 5, system=system) >= 64
+
+    held = numbers(server)["retained_blocks"]
+    chat(server, 6, nvext={"cache_control": {"type": "ephemeral", "ttl": "1s"}})
+    until(lambda: numbers(server)["retained_blocks"] <= held, pause=0.2)
+    overflow(server)
+    assert chat(server, 6) <= template < 128 <= chat(server, 3), "its time is over"
+    assert numbers(server)["retentions"] >= 4
+
+
+def test_wrong_fields_of_agents_are_refused_by_name(server: ServerProcess) -> None:
+    text = {"model": "m", "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]}
+    block = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral", "ttl": "2h"}}
+    for path, fields, part in (
+        ("/v1/chat/completions", {"prompt_cache_retention": "1w"}, "prompt_cache_retention"),
+        ("/v1/chat/completions", {"nvext": {"cache_control": 5}}, "nvext.cache_control"),
+        ("/v1/chat/completions", {"kv_hints": {"message_id": 5}}, "kv_hints"),
+        ("/v1/messages", {"cache_control": {"type": "for ever"}}, "cache_control must be"),
+        ("/v1/messages", {"system": [block]}, "system.0.cache_control.ttl"),
+    ):
+        status, reply = refusal(server, path, text | fields)
+        assert status == 400 and part in reply
+
+
+def test_a_session_is_kept_fetched_demoted_and_forgotten_by_its_name(server: ServerProcess) -> None:
+    chat(server, 7, session_id="s7", cache_salt="acme")
+    named = {"session": "s7", "cache_salt": "acme"}
+    assert refusal(server, "/hc/retain", {"session": "s7", "ttl_s": 60})[0] == 404, (
+        "not whose it is"
+    )
+    kept = post(server, "/hc/retain", named | {"ttl_s": 600})
+    assert kept["blocks"] >= 2
+    assert post(server, "/hc/prefetch", named) == {"session": "s7"}
+    flood(server)
+    assert chat(server, 7, cache_salt="acme") >= 128
+    assert post(server, "/hc/demote", named)["blocks"] == kept["blocks"]
+    assert delete(server, "/hc/state", named)["complete"]
+    assert chat(server, 7, cache_salt="acme") == 0
+    assert refusal(server, "/hc/demote", named)[0] == 404
 
 
 def test_frontend_program(server: ServerProcess) -> None:

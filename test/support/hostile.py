@@ -56,6 +56,10 @@ HOSTILE = [
     _custom(
         "hc_cut marked", {"hc_cut": "0" * 32 + '{"head":0,"dropped":1,"cuts":[],"left_out":""}'}
     ),
+    _custom("hc_retain text", {"hc_retain": "x"}),
+    _custom("hc_retain surrogate", {"hc_retain": {"session": SURROGATE, "ttl_s": 60}}),
+    _custom("hc_retain for ever", {"hc_retain": {"ttl_s": 1e300}}),
+    _custom("hc_retain texts", {"hc_retain": ["{", '{"ttl_s": "\\ud800"}']}),
     _custom("hc_pin text", {"hc_pin": "x"}),
     _custom("hc_pin surrogate", {"hc_pin": {"session": SURROGATE, "ttl_s": 60}}),
     _custom("hc_pin seconds", {"hc_pin": {"session": "s", "ttl_s": 1e300}}),
@@ -95,6 +99,29 @@ HOSTILE = [
     Hostile("watermark text", "watermark", "x"),
     Hostile("watermark number", "watermark", 5, sampling=True),
     Hostile("kv_hints object", "kv_hints", {"a": 1}),
+    Hostile(
+        "kv_hints for ever",
+        "kv_hints",
+        {
+            "protocol_version": "0.1",
+            "message_id": "m",
+            "actions": [
+                {
+                    "action_id": "a",
+                    "action_type": "kv.retain",
+                    "action_version": "1.0",
+                    "payload": {
+                        "directives": [{"priority": HUGE, "end": -HUGE, "duration": 1e300}]
+                    },
+                }
+            ],
+        },
+    ),
+    Hostile("nvext text", "nvext", SURROGATE),
+    Hostile("nvext huge", "nvext", {"cache_control": {"type": "ephemeral", "ttl": HUGE}}),
+    Hostile("nvext hints", "nvext", {"agent_hints": {"total_requests": HUGE, "iat": HUGE}}),
+    Hostile("cache_control deep", "cache_control", deep(400)),
+    Hostile("prompt_cache_retention object", "prompt_cache_retention", {"a": 1}),
     Hostile("sampling_logprobs_mode", "sampling_logprobs_mode", "x"),
     Hostile("top_logprobs_num", "top_logprobs_num", 10**9),
     Hostile("logprob_start_len", "logprob_start_len", -7),

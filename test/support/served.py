@@ -52,6 +52,12 @@ def post(server: ServerProcess, path: str, body: Any = None) -> Any:
     return _read(posting(server, path, body))
 
 
+def delete(server: ServerProcess, path: str, body: Any) -> Any:
+    request = posting(server, path, body)
+    request.method = "DELETE"
+    return _read(request)
+
+
 def refusal(server: ServerProcess, path: str, body: Any) -> tuple[int, str]:
     """Status and text of the answer to a request that must not be served."""
     with pytest.raises(urllib.error.HTTPError) as raised:
@@ -67,6 +73,23 @@ def ask(
     body = {"input_ids": tokens, "sampling_params": parameters, **options}
     reply: dict[str, Any] = post(server, "/generate", body)
     return reply
+
+
+def chat(server: ServerProcess, number: int, **fields: Any) -> int:
+    """Cached tokens of a chat of its own."""
+    messages = [{"role": "user", "content": f"{number} bottles of state. " * 12}]
+    body = {"model": "m", "max_tokens": 2, "temperature": 0, "messages": messages, **fields}
+    usage = post(server, "/v1/chat/completions", body)["usage"]
+    return int((usage["prompt_tokens_details"] or {}).get("cached_tokens", 0))
+
+
+def message(server: ServerProcess, number: int, control: Any = None, **fields: Any) -> int:
+    """The same by Anthropic's route; the first of two blocks has the cache control."""
+    first = {"type": "text", "text": f"{number} crates of state. " * 12, "cache_control": control}
+    content = [first, {"type": "text", "text": "And nothing else? " * 12}]
+    body = {"model": "m", "max_tokens": 2, "messages": [{"role": "user", "content": content}]}
+    usage = post(server, "/v1/messages", body | fields)["usage"]
+    return int(usage.get("cache_read_input_tokens") or 0)
 
 
 def generate(server: ServerProcess, tokens: list[int], new: int) -> tuple[list[int], int]:

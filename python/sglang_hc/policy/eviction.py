@@ -5,8 +5,9 @@ and the disk (store/disk/eviction.py) order their own units by the same window. 
 because a block without its parent cannot be reached. A block in use (`pins`) or pinned for a
 session (policy/pins.py) stays.
 
-    queue  what no waiting request needs leaves first, by age, over a loop the youngest
-           (policy/set_dueling.py); then what is needed last
+    queue  what no waiting request needs leaves first, of that what is retained least
+           (policy/soft_retention.py), by age, over a loop the youngest (policy/set_dueling.py);
+           then what is needed last
     lru    least recently used first
 
 All cost O(log n) amortised per call; `victims` O(log n) per block plus the blocks it passes over.
@@ -14,6 +15,7 @@ All cost O(log n) amortised per call; `victims` O(log n) per block plus the bloc
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,8 +30,9 @@ POLICIES = ("queue", "lru")
 Key = tuple[float, ...]
 """Least leaves first; keys of one policy have one length."""
 
-OUTDATED, NOT_NEEDED, NEEDED = -1.0, 0.0, 1.0
-"""First part of the keys: what other weights made, and whether a waiting request needs a block."""
+OUTDATED, NOT_NEEDED, NEEDED = -math.inf, 0.0, 1.0
+"""First part of the keys: what other weights made, what nobody asks for, and what a waiting request
+needs. How much a block is wanted (`Wanted`) is between the first and the last."""
 
 
 class Block(Protocol):
@@ -75,6 +78,16 @@ class PinnedBlocks(Protocol):
     def is_pinned(self, block_id: bytes) -> bool: ...
     def subscribe(self, listener: Callable[[bytes], None]) -> None:
         """Call `listener(block_id)` after each change of `is_pinned`."""
+
+
+class Wanted(Protocol):
+    """How much blocks are wanted that no waiting request needs, e.g. `SoftRetention`."""
+
+    def value(self, block_id: bytes) -> float:
+        """Less than 1; what has the least leaves first. 0 is as usual."""
+
+    def subscribe(self, listener: Callable[[Sequence[bytes]], None]) -> None:
+        """Call `listener(block_ids)` after the `value` of these blocks has changed."""
 
 
 @dataclass(eq=False, slots=True)
@@ -286,18 +299,23 @@ class QueuePolicy(EvictionPolicy[B]):
     """The waiting queue decides (AttentionStore section 3.3.2), per block.
 
     Blocks needed inside the look-ahead window leave only when nothing else is left, the one needed
-    last first; outdated ones leave first. Of the others the oldest leaves, or, where blocks as old
-    as it are mostly used before the youngest (`SetDueling`), the youngest.
+    last first; outdated ones leave first. Of the others that are wanted least the oldest leaves,
+    or, where blocks as old as it are mostly used before the youngest (`SetDueling`), the youngest.
     """
 
     by_need = True
 
-    def __init__(self, window: NextUse, pinned: PinnedBlocks | None = None) -> None:
+    def __init__(
+        self, window: NextUse, pinned: PinnedBlocks | None = None, wanted: Wanted | None = None
+    ) -> None:
         super().__init__(pinned)
         self._window = window
+        self._wanted = wanted
         self._duels = SetDueling()
         self._young: Leaves[B] = Leaves()
         window.subscribe(self._need_changed)
+        if wanted is not None:
+            wanted.subscribe(self._need_changed)
 
     def _entered(self, entry: Entry[B]) -> None:
         self._duels.entered(entry.block.block_id, len(self._entries))
@@ -309,8 +327,8 @@ class QueuePolicy(EvictionPolicy[B]):
 
     def _push(self, entry: Entry[B]) -> Key:
         key = super()._push(entry)
-        if key[0] == NOT_NEEDED:
-            self._young.push((-entry.used,), entry, len(self._entries))
+        if key[0] < NEEDED:
+            self._young.push((key[0], -entry.used), entry, len(self._entries))
         return key
 
     def _first(self) -> Entry[B] | None:
@@ -318,7 +336,8 @@ class QueuePolicy(EvictionPolicy[B]):
         if item is None:
             return None
         key, _, first = item
-        return first if key[0] != NOT_NEEDED else self._preferred_to(first) or first
+        plain = 0 <= key[0] < NEEDED
+        return self._preferred_to(first) or first if plain else first
 
     def _preferred_to(self, oldest: Entry[B]) -> Entry[B] | None:
         """The youngest, where it should leave before the oldest. Now and then both begin a duel."""
@@ -334,6 +353,12 @@ class QueuePolicy(EvictionPolicy[B]):
         use = self._window.next_use(entry.block.block_id)
         return (self._rank(entry), entry.used) if use is None else (NEEDED, -use)
 
+    def _rank(self, entry: Entry[B]) -> float:
+        rank = super()._rank(entry)
+        if rank == OUTDATED or self._wanted is None:
+            return rank
+        return self._wanted.value(entry.block.block_id)
+
     def _need_changed(self, block_ids: Sequence[bytes]) -> None:
         for entry in map(self._entries.get, block_ids):
             if entry is not None and entry.block.is_leaf:
@@ -341,11 +366,12 @@ class QueuePolicy(EvictionPolicy[B]):
 
 
 def make_policy(
-    name: str, window: NextUse, pinned: PinnedBlocks | None = None
+    name: str, window: NextUse, pinned: PinnedBlocks | None = None, wanted: Wanted | None = None
 ) -> EvictionPolicy[B]:
-    """Policy by its name in `--hc-eviction`. Raises ValueError that lists the names."""
+    """Policy by its name in `--hc-eviction`. Raises ValueError that lists the names. wanted: for
+    `queue`."""
     if name == "queue":
-        return QueuePolicy(window, pinned)
+        return QueuePolicy(window, pinned, wanted)
     if name == "lru":
         return LruPolicy(pinned)
     raise ValueError(f"eviction policy {name!r} is not one of {', '.join(POLICIES)}")

@@ -43,7 +43,7 @@ class Sources:
         self.in_host = host.has
         self._disk = disk
         self._mover = mover
-        self._requests = requests
+        self.requests = requests
         self._meetings = meetings
         self._ends = None if disk is None else disk.ends
         self._now = clock
@@ -52,7 +52,7 @@ class Sources:
 
     def look_at(self, request: Serial) -> QueuedPrompt:
         """What a waiting request is."""
-        record = self._requests[request]
+        record = self.requests[request]
         if record.waiting is None:
             record.waiting = record.look()
         return record.waiting
@@ -95,14 +95,14 @@ class Sources:
         is_protected: IsProtected[Block] | None,
     ) -> int:
         """Read blocks from disk, or move them, into staged slots; see `fetch_costs.Below`."""
-        path, earlier = missing.path, self._requests[request].earlier
+        path, earlier = missing.path, self.requests[request].earlier
         if self._mover is not None and earlier:
             started = self._mover.fetch(path, earlier, first, count, is_protected)
         else:
             assert self._disk is not None
             started = self._disk.fetch(path, first, count, is_protected)
         if started:
-            self._requests[request].restore_seconds = None
+            self.requests[request].restore_seconds = None
         return started
 
     def keep_free(self, slots: int, is_protected: IsProtected[Block]) -> None:
@@ -115,7 +115,7 @@ class Sources:
     ) -> bool:
         """See `fetch_costs.Below`."""
         disk = self._disk
-        if self._meetings is None or disk is None or self._requests[request].earlier:
+        if self._meetings is None or disk is None or self.requests[request].earlier:
             return False  # of a cut prompt some blocks are made of others
 
         read = partial(disk.fetch_tail, missing.path, is_protected=is_protected)
@@ -124,7 +124,7 @@ class Sources:
 
     def needs_of(self, request: Serial) -> Sequence[bytes]:
         """Blocks that the request can use, wherever they are; worked out once per request."""
-        record = self._requests[request]
+        record = self.requests[request]
         if record.needs is None:
             prompt, _, earlier = self.look_at(request)
             record.needs, record.path = self._host.tree.path(prompt)
@@ -152,7 +152,7 @@ class Sources:
     def _find(self, request: Serial, path: BlockPath, first: int) -> Sequence[SourceTier] | None:
         """Where the blocks from `first` on that can be brought to host memory lie; None: not known
         yet."""
-        earlier = self._requests[request].earlier
+        earlier = self.requests[request].earlier
         if self._mover is not None and earlier:
             return self._mover.find(path, earlier, first)
         if self._disk is None:
@@ -163,7 +163,7 @@ class Sources:
 
     def _path_of(self, request: Serial) -> BlockPath:
         self.needs_of(request)
-        path = self._requests[request].path
+        path = self.requests[request].path
         assert path is not None
         return path
 

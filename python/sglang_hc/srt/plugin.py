@@ -71,6 +71,8 @@ def all_hooks() -> list[Hook]:
     from sglang_hc.srt.hybrid import build as streamed
     from sglang_hc.srt.model import cpu_attention, model_state, offload
     from sglang_hc.srt.requests import (
+        agents,
+        breakpoints,
         entrance,
         images,
         namespaces,
@@ -153,9 +155,11 @@ def all_hooks() -> list[Hook]:
         # The last of these runs first.
         Hook(f"{tokenizer}._validate_one_request", before, overflow.cut_prompt, as_400, asked),
         Hook(f"{tokenizer}._validate_one_request", before, pins.check_pin_request, as_400, asked),
+        Hook(f"{tokenizer}._validate_one_request", before, agents.check_retain, as_400, asked),
         Hook(f"{tokenizer}._validate_one_request", before, namespaces.pack_key, as_400, asked),
         Hook(f"{tokenizer}._validate_one_request", before, hooks.check_input_ids, as_400, asked),
         Hook(f"{chat}._convert_to_internal_request", after, overflow.count_head, as_400),
+        Hook(f"{chat}._convert_to_internal_request", after, breakpoints.read, as_400),
         Hook(f"{tokenizer}._wait_one_response", around, overflow.tell, reply, asked),
         Hook(f"{scheduler}.clear_hicache_storage_wrapped", around, hooks.clear_storage, cleared),
         Hook(f"{tokenizer}.clear_hicache_storage", around, hooks.clear_everywhere, cleared),

@@ -19,6 +19,7 @@ from sglang_hc.policy.writing import DAY_S
 from sglang_hc.profile_file import CachedProfile
 from sglang_hc.queue.meeting import Meetings
 from sglang_hc.queue.queue_view import QueueView
+from sglang_hc.queue.wished import WishedFetches
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.states import StateRestorer
@@ -72,6 +73,13 @@ class Tiers:
     states: States | None = None
     residence: Residence | None = None
 
+    def __post_init__(self) -> None:
+        self.wished = WishedFetches(self.queue.sources, self._is_kept, self.queue.counters)
+
+    def _is_kept(self, block_id: bytes) -> bool:
+        soft, priority = self.retention.soft, self.retention.priority
+        return priority.next_use(block_id) is not None or soft.value(block_id) > 0
+
     @property
     def layout(self) -> BlockLayout:
         return self.restorer.path.pool.layout
@@ -88,10 +96,12 @@ class Tiers:
     # -- upkeep ----------------------------------------------------------------------------------
 
     def used(
-        self, prefix: Prefix, pin: tuple[str, float] | None = None, *, is_over: bool = True
-    ) -> None:
+        self, prefix: Prefix, pin: tuple[str, float] | None = None, *, is_over: bool = True,
+        session: str | None = None,
+    ) -> None:  # fmt: skip
         """A request is over, or comes back later: the path of its tokens was used, wherever it came
-        from. pin: the session and the seconds for which it asked to hold that."""
+        from. pin: the session and the seconds for which it asked to hold that. session: what its
+        client calls its conversation."""
         if self.disk is not None:
             tree = self.host.tree
             nodes = tree.match(prefix).nodes
@@ -101,8 +111,18 @@ class Tiers:
                 self.disk.path_used(nodes)
             if self.disk.ends is not None:
                 self.disk.ends.touch([node for node in nodes if node.is_full])
+        if is_over:
+            self.retention.used(prefix, session)
         if pin is not None:
             self.retention.pin_if_possible(prefix, *pin)
+
+    def prefetch(self, path: Prefix) -> bool:
+        """Bring to host memory what is below of a path. False where too much is asked for."""
+        return self.wished.ask(path)
+
+    def fetch_wished(self) -> None:
+        """At the top of a pass, where all ranks see the same: begin what `prefetch` asked for."""
+        self.wished.go_on()
 
     def after_pass(self, segments: Sequence[Segment]) -> None:
         """A forward pass was submitted: end its restorations, stage its rows."""
@@ -136,6 +156,8 @@ class Tiers:
         """Forget what the host tier holds; what is on disk stays. Waits for copies under way."""
         self.restorer.run_now()
         self.drain()
+        self.wished.give_up_all()
+        self.retention.sessions.forget(lambda client: True)
         if self.disk is not None:
             self.disk.coming.give_up_all()
         self._let_go()
@@ -163,7 +185,7 @@ class Tiers:
         blocks that were there. See `LowerTier.erase` for what is below."""
         if self.queue.promotions is not None:
             self.queue.promotions.forget(what.names)
-        self.retention.pins.unpin_all(what.names)
+        self.retention.forget(what.names)
         return self.host.forget(what.names)
 
     def drop_branch(self, node: BlockNode) -> list[Prefix]:
@@ -235,6 +257,8 @@ class Tiers:
             "restorations_under_way": self.restorer.under_way,
             "pins": len(self.retention.pins),
             "pinned_blocks": self.retention.pins.total_blocks,
+            "retained_blocks": len(self.retention.soft),
+            "sessions": len(self.retention.sessions),
         }
         if self.ends is not None:
             found |= {

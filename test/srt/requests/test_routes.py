@@ -16,12 +16,18 @@ from sglang_hc.tree.forgetting import FORGOTTEN as HIDDEN
 from sglang_hc.tree.forgetting import Forgetting
 
 PIN = {"session": "s", "ttl_s": 5, "input_ids": [1, 2], "cache_salt": "acme"}
+NAMED = {"session": "s", "cache_salt": "acme"}
 CALLS: list[tuple[str, str, Any]] = [
     ("POST", "/hc/pin", PIN),
-    ("POST", "/hc/unpin", {"session": "s", "cache_salt": "acme"}),
+    ("POST", "/hc/unpin", NAMED),
+    ("POST", "/hc/retain", NAMED | {"ttl_s": 5}),
+    ("POST", "/hc/prefetch", NAMED),
+    ("POST", "/hc/demote", NAMED),
     ("GET", "/hc/pins?cache_salt=acme", None),
     ("DELETE", "/hc/state", {"cache_salt": "acme"}),
 ]
+FOR_CLIENTS = 5
+"""Of these, the first ones."""
 GOOD = {"status": 200, "session": "s", "blocks": 3, "ttl_s": 5.0}
 FORGOTTEN = {"status": 200, "complete": True, "device": {"tokens": 9}, "host": {"blocks": 2}}
 
@@ -73,16 +79,16 @@ class Server:
 
 def test_without_keys_the_routes_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(monkeypatch, "", "", open_routes=False)
-    assert server.statuses() == [403] * 4 and not server.asked
+    assert server.statuses() == [403] * len(CALLS) and not server.asked
     assert "--hc-open-routes" in server.call(*CALLS[0]).json()["error"]["message"]
-    assert "--admin-api-key" in server.call(*CALLS[3]).json()["error"]["message"]
+    assert "--admin-api-key" in server.call(*CALLS[-1]).json()["error"]["message"]
 
 
 def test_a_flag_opens_them_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(monkeypatch, "", "", open_routes=True)
-    assert server.statuses() == [200] * 4
+    assert server.statuses() == [200] * len(CALLS)
+    assert server.asked[-1] == (METHOD, {"client": "s4:acme", "tokens": []})
     assert server.call(*CALLS[0]).json()["blocks"] == 3
-    assert server.asked[3] == (METHOD, {"client": "s4:acme", "tokens": []})
 
 
 @pytest.mark.parametrize("checks", [True, False])
@@ -92,19 +98,23 @@ def test_with_an_admin_key_nobody_else_may(
 ) -> None:
     server = Server(monkeypatch, api, "admin", open_routes=False, checks=checks)
     for key in ("", "api", "wrong"):
-        assert server.statuses(key) == [401] * 4
+        assert server.statuses(key) == [401] * len(CALLS)
     assert not server.asked
-    assert server.statuses("admin") == [200] * 4
+    assert server.statuses("admin") == [200] * len(CALLS)
     assert server.call(*CALLS[0], key="admin").json() == {"session": "s", "blocks": 3, "ttl_s": 5.0}
 
 
-def test_with_an_api_key_alone_clients_may_pin_and_learn_nothing(
+def test_with_an_api_key_alone_clients_may_keep_and_learn_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server = Server(monkeypatch, "api", "", open_routes=False)
-    assert server.statuses() == [401] * 4 and not server.asked
-    assert server.statuses("api") == [200, 200, 403, 403]
-    assert [method for method, _ in server.asked] == ["hc_pins/pin", "hc_pins/unpin"]
+    assert server.statuses() == [401] * len(CALLS) and not server.asked
+    assert server.statuses("api") == [200] * FOR_CLIENTS + [403, 403]
+    methods = [method for method, _ in server.asked]
+    assert methods == [
+        *("hc_pins/pin", "hc_pins/unpin"),
+        *("hc_retention/retain", "hc_retention/prefetch", "hc_retention/demote"),
+    ]
     answers = []
     for reply in (
         GOOD,
@@ -112,12 +122,13 @@ def test_with_an_api_key_alone_clients_may_pin_and_learn_nothing(
         {"status": 404, "error": {"message": "no tier has a block of these tokens"}},
         {"status": 409, "error": {"message": "needs 9 blocks, the bound is 4"}},
     ):
-        server.answers |= {"hc_pins/pin": reply, "hc_pins/unpin": reply}
-        found = [server.call(*call, key="api") for call in CALLS[:2]]
+        server.answers |= dict.fromkeys(methods, reply)
+        found = [server.call(*call, key="api") for call in CALLS[:FOR_CLIENTS]]
         answers.append([(one.status_code, one.json()) for one in found])
-    assert answers[0] == [(200, {"session": "s", "ttl_s": 5.0}), (200, {"session": "s"})]
+    timed, named = (200, {"session": "s", "ttl_s": 5.0}), (200, {"session": "s"})
+    assert answers[0] == [timed, named, timed, named, named]
     assert all(answer == answers[0] for answer in answers), "whether a block is there shows"
-    assert "--admin-api-key" in server.call(*CALLS[3], key="api").json()["error"]["message"]
+    assert "--admin-api-key" in server.call(*CALLS[-1], key="api").json()["error"]["message"]
 
 
 def test_bodies_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +143,21 @@ def test_bodies_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         reply = server.call("DELETE", "/hc/state", body, "admin")
         assert reply.status_code == 400 and part in reply.json()["error"]["message"]
+    for path, body, part in (
+        ("retain", NAMED, "`ttl_s`"),
+        ("retain", NAMED | {"ttl_s": 3601}, "<= 3600"),
+        ("retain", NAMED | {"ttl_s": 5, "priority": 0}, ">= 1"),
+        ("retain", NAMED | {"ttl_s": 5, "priority": 101}, "<= 100"),
+        ("retain", {"ttl_s": 5}, "give a session"),
+        ("prefetch", {"cache_salt": "acme"}, "give a session"),
+        ("prefetch", NAMED | {"ttl_s": 5}, "unknown field `ttl_s`"),
+        ("demote", NAMED | {"session": ""}, "session"),
+        ("demote", NAMED | {"session": "s" * 257}, "<= 256"),
+        ("demote", {"input_ids": [1], "text": "a"}, "one of the two"),
+        ("demote", {"input_ids": [1] * 1001}, "context is 1000"),
+    ):
+        reply = server.call("POST", f"/hc/{path}", body, "admin")
+        assert reply.status_code == 400 and part in reply.json()["error"]["message"]
     reply = server.call("POST", "/hc/pin", PIN | {"extra_key": "k" * 1025}, "admin")
     assert reply.status_code == 400 and "1025 bytes" in reply.json()["error"]["message"]
     assert not server.asked
@@ -145,9 +171,12 @@ def test_what_is_forgotten_is_named_as_requests_name_it(monkeypatch: pytest.Monk
         ({"cache_salt": "a"}, "s1:a", []),
         ({"cache_salt": "a", "extra_key": "b", "text": "one three"}, "s1:ak1:b", [3, 5]),
         ({"extra_key": "b", "input_ids": [99]}, "k1:b", [99]),
+        ({"extra_key": "b", "input_ids": [99], "session": "s"}, "k1:b", [99]),
     ):
         assert server.call("DELETE", "/hc/state", body, "admin").status_code == 200
         assert server.asked[-1] == (METHOD, {"client": client, "tokens": tokens})
+    assert server.call("DELETE", "/hc/state", NAMED, "admin").status_code == 200
+    assert server.asked[-1] == (METHOD, {"client": "s4:acme", "tokens": [], "session": "s"})
     missed = FORGOTTEN | {"status": 503, "complete": False, "error": {"message": "the disk"}}
     server.answers[METHOD] = missed
     reply = server.call("DELETE", "/hc/state", {}, "admin")
@@ -155,7 +184,25 @@ def test_what_is_forgotten_is_named_as_requests_name_it(monkeypatch: pytest.Monk
     assert reply.json()["error"]["message"] == "the disk"
 
 
+def test_state_is_named_by_a_session_or_tokens_or_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(monkeypatch, "", "admin", open_routes=False)
+    for body, asked in (
+        ({"session": "s"}, ("s", None, None)),
+        ({"input_ids": [1, 2]}, (None, None, [1, 2])),
+        ({"text": "a bc", "session": "s", "extra_key": "k"}, ("s", "k1:k", [1, 2])),
+    ):
+        for path in ("retain", "prefetch", "demote"):
+            timed = {"ttl_s": 5, "priority": 7} if path == "retain" else {}
+            assert server.call("POST", f"/hc/{path}", body | timed, "admin").status_code == 200
+            session, namespace, tokens = asked
+            wanted = {"session": session, "namespace": namespace, "tokens": tokens}
+            assert server.asked[-1] == (f"hc_retention/{path}", wanted | timed)
+
+
 def test_replicas_answer_together() -> None:
+    unknown = {"status": 404, "complete": False, "error": {"message": "left nothing here"}}
+    assert joined_answers([unknown, FORGOTTEN]) == joined_answers([FORGOTTEN])
+    assert joined_answers([unknown, unknown])["status"] == 404
     disk = {"disk": {"blocks": 4, "complete": True}}
     assert joined_answers([FORGOTTEN | disk, FORGOTTEN | disk]) == {
         "status": 200,

@@ -60,6 +60,21 @@ def set_namespace(one: Any, name: str | None) -> None:
     one.extra_key, one.cache_salt = name, None
 
 
+def body_of(request: Any) -> Any:
+    """The JSON of an HTTP request, as FastAPI has parsed it for its route; None without one."""
+    return getattr(request, "_json", None)
+
+
+def hints_of(sent: Any) -> Any:
+    """A request's `kv_hints` on its way, unchecked; a list in a batch."""
+    return sent.kv_hints
+
+
+def session_of(req: Any) -> str | None:
+    """What its client calls its conversation."""
+    return req.session_id
+
+
 def adapter_of(req: Any) -> str | None:
     """SGLang's id of the LoRA that it runs with."""
     return req.lora_id

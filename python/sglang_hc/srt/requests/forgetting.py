@@ -18,7 +18,9 @@ def _refused(status: int, message: str) -> Answer:
 
 
 def joined_answers(answers: Sequence[Answer]) -> Answer:
-    """One answer out of those of all replicas: sums, and complete if all are."""
+    """One answer out of those of all replicas: sums, and complete if all are. Of a session one
+    replica knows where it is."""
+    answers = [one for one in answers if one["status"] != 404] or answers
     missed = list(dict.fromkeys(one["error"]["message"] for one in answers if "error" in one))
     joined: Answer = {}
     for tier in ("device", "host", "disk", "remote"):
@@ -36,7 +38,7 @@ def joined_answers(answers: Sequence[Answer]) -> Answer:
 NO_TIERS = "this server runs without the tiers; /flush_cache forgets what it has for every client"
 
 
-def forget(tree: Any, body: dict[str, Any], reply: Callable[[Answer], object]) -> None:
+def forget(tree: Any, body: dict[str, Any], reply: Callable[[Answer], object]) -> object:
     """Answer a control request. tree: None where the tiers are off."""
     if tree is None:
         reply(_refused(501, NO_TIERS))
@@ -44,4 +46,12 @@ def forget(tree: Any, body: dict[str, Any], reply: Callable[[Answer], object]) -
         busy = "with --pp-size above 1 state is forgotten while no request runs; try again"
         reply(_refused(409, busy))
     else:
-        tree.forget(Forgetting(body["client"], pack_tokens(body["tokens"])), reply)
+        tokens, session = pack_tokens(body["tokens"]), body.get("session")
+        if session is not None:
+            retention = tree.tiers.retention
+            left = retention.left_by(body["client"], session)
+            if left is None:
+                return reply(_refused(404, f"session {session!r} has left nothing here"))
+            tokens = left.tokens
+        tree.forget(Forgetting(body["client"], tokens), reply)
+    return None

@@ -25,7 +25,7 @@ from sglang_hc.policy.pins import MAX_PIN_S, PinLimitError
 from sglang_hc.srt.arguments.server_args import config_of
 from sglang_hc.srt.binding import arguments, fields
 from sglang_hc.srt.engine.guard import counters, tree_of
-from sglang_hc.srt.requests import self_test
+from sglang_hc.srt.requests import retaining, self_test
 from sglang_hc.srt.requests.forgetting import METHOD, NO_TIERS, forget
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tree.identity import Prefix, pack_tokens
@@ -85,7 +85,8 @@ def pin_request_of(req: Any) -> PinRequest | None:
 def control(original: Callable[..., Any], self: Any, recv_req: DumperControlReqInput) -> Any:
     """AROUND Scheduler.handle_dumper_control: answer what is ours."""
     method, body = recv_req.method, recv_req.body
-    if not method.startswith((PREFIX, self_test.PREFIX)) and method != METHOD:
+    own = (PREFIX, self_test.PREFIX, retaining.PREFIX)
+    if not method.startswith(own) and method != METHOD:
         return original(self, recv_req)
     tree = tree_of(self)
 
@@ -97,6 +98,8 @@ def control(original: Callable[..., Any], self: Any, recv_req: DumperControlReqI
         forget(tree, body, reply)
     elif method.startswith(self_test.PREFIX):
         reply(self_test.answer(tree, method, body))
+    elif method.startswith(retaining.PREFIX):
+        reply(retaining.answer(None if tree is None else tree.tiers, method, body))
     else:
         if tree is not None and method == PREFIX + "pin":
             own = Namespace.of(body.get("namespace"))._replace(weights=tree.version)

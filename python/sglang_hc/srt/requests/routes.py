@@ -1,17 +1,21 @@
-"""HTTP routes beside SGLang's own: pins of sessions, and forgetting.
+"""HTTP routes beside SGLang's own: pins of sessions, soft retention, and forgetting.
 
-    POST   /hc/pin    {"session", "ttl_s", "input_ids" or "text", "cache_salt", "extra_key"}
-    POST   /hc/unpin  {"session", "cache_salt", "extra_key"}
+    POST   /hc/pin       {"session", "ttl_s", "input_ids" or "text", "cache_salt", "extra_key"}
+    POST   /hc/unpin     {"session", "cache_salt", "extra_key"}
+    POST   /hc/retain    {"ttl_s", "priority", STATE}
+    POST   /hc/prefetch  {STATE}
+    POST   /hc/demote    {STATE}
     GET    /hc/pins?cache_salt=&extra_key=
-    DELETE /hc/state  {"cache_salt", "extra_key", "input_ids" or "text"}
+    DELETE /hc/state     {STATE}, or a client alone: all of it
 
-`cache_salt`, `extra_key`: as in the requests; none by default. Errors are
+STATE: "session", or "input_ids" or "text", or one of these with the name of a session; and the
+client. `cache_salt`, `extra_key`: as in the requests; none by default. Errors are
 {"error": {"message"}} with status 400 (bad body), 403 (not open to this caller), 404 (nothing to
-pin or unpin), 409 (beyond a bound) and 503 (not everything was forgotten).
+pin or unpin, unknown session), 409 (beyond a bound) and 503 (not everything was forgotten).
 
 Whoever has the key of --admin-api-key may use all of them, and nobody else. Without such a key
-those with the key of --api-key may pin and unpin, and are not told what the tiers have: whether a
-block is there says what others have asked. Without any key the routes are off. With
+those with the key of --api-key may use those with POST, and are not told what the tiers have:
+whether a block is there says what others have asked. Without any key the routes are off. With
 --hc-open-routes everybody whom SGLang lets through counts as an administrator.
 """
 
@@ -19,11 +23,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from msgspec import Meta
 from sglang.srt.entrypoints.http_server import get_global_state
 from sglang.srt.managers.io_struct import DumperControlReqInput
 from sglang.srt.utils.auth import AuthLevel, auth_level, decide_request_auth
@@ -31,6 +36,8 @@ from sglang.srt.utils.auth import AuthLevel, auth_level, decide_request_auth
 from sglang_hc.errors import decode_json
 from sglang_hc.srt.arguments.server_args import config_of
 from sglang_hc.srt.binding import arguments
+from sglang_hc.srt.requests import retaining
+from sglang_hc.srt.requests.agents import MOST_PRIORITY, RetainSeconds
 from sglang_hc.srt.requests.forgetting import METHOD, joined_answers
 from sglang_hc.srt.requests.overflow import DroppedTokensHeader, cut_tokens
 from sglang_hc.srt.requests.pins import PREFIX, PinSeconds, SessionName, joined
@@ -59,12 +66,30 @@ class UnpinBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StateBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of DELETE /hc/state: a client, and at most one of `input_ids` and `text`."""
+    """Body of DELETE /hc/state, /hc/prefetch and /hc/demote: a client, a session, and at most one
+    of `input_ids` and `text`."""
 
+    session: SessionName | None = None
     cache_salt: str | None = None
     extra_key: str | None = None
     input_ids: list[int] | None = None
     text: str | None = None
+
+    @property
+    def namespace(self) -> str | None:
+        """As of an `UnpinBody`."""
+        return _client(self.cache_salt, self.extra_key)
+
+    @property
+    def has_tokens(self) -> bool:
+        return self.input_ids is not None or self.text is not None
+
+
+class RetainBody(StateBody, kw_only=True, forbid_unknown_fields=True):
+    """Body of /hc/retain."""
+
+    ttl_s: RetainSeconds
+    priority: Annotated[int, Meta(ge=1, le=MOST_PRIORITY)] = MOST_PRIORITY
 
 
 class PinBody(UnpinBody, kw_only=True, forbid_unknown_fields=True):
@@ -168,15 +193,41 @@ async def forget(request: Request) -> JSONResponse:
     """Forget a client, or a prefix of its, in every tier. Answered when that is durable."""
     _is_admin()
     body = decode_json(await request.body(), StateBody, "the body")
-    tokens = [] if body.input_ids is None and body.text is None else _token_ids(body)
-    client = _client(body.cache_salt, body.extra_key)
-    answers = await _ask_all(METHOD, {"client": client, "tokens": tokens})
-    return _shown(joined_answers(answers))
+    what: dict[str, Any] = {"client": body.namespace, "tokens": []}
+    if body.has_tokens:
+        what["tokens"] = _token_ids(body)
+    elif body.session is not None:
+        what["session"] = body.session
+    return _shown(joined_answers(await _ask_all(METHOD, what)))
+
+
+def _about_state(action: str, kind: type[StateBody]) -> Handler:
+    """What a session or tokens name is retained, fetched or demoted."""
+
+    @_guarded
+    async def handler(request: Request) -> JSONResponse:
+        admin = _is_admin(everybody=True)
+        body = decode_json(await request.body(), kind, "the body")
+        tokens, namespace = _tokens(body) if body.has_tokens else (None, body.namespace)
+        if tokens is None and body.session is None:
+            raise ValueError("give a session, or token ids as input_ids or their text as text")
+        what = {"session": body.session, "namespace": namespace, "tokens": tokens}
+        shown = {} if body.session is None else {"session": body.session}
+        if isinstance(body, RetainBody):
+            what |= {"ttl_s": body.ttl_s, "priority": body.priority}
+            shown |= {"ttl_s": body.ttl_s}
+        reply = joined(await _ask_all(retaining.PREFIX + action, what))
+        return _shown(reply if admin else shown)
+
+    return handler
 
 
 ROUTES = (
     ("POST", "/hc/pin", pin),
     ("POST", "/hc/unpin", unpin),
+    ("POST", "/hc/retain", _about_state("retain", RetainBody)),
+    ("POST", "/hc/prefetch", _about_state("prefetch", StateBody)),
+    ("POST", "/hc/demote", _about_state("demote", StateBody)),
     ("GET", "/hc/pins", pins),
     ("DELETE", "/hc/state", forget),
 )
@@ -202,8 +253,8 @@ def _error(error: Exception, status: int) -> JSONResponse:
     return JSONResponse({"error": {"message": str(error)}}, status)
 
 
-def _tokens(body: PinBody) -> tuple[list[int], str | None]:
-    """The tokens whose blocks are pinned, and their namespace."""
+def _tokens(body: PinBody | StateBody) -> tuple[list[int], str | None]:
+    """The tokens whose blocks are meant, and their namespace."""
     manager = get_global_state().tokenizer_manager
     tokens, namespace = cut_tokens(manager, _token_ids(body), body.namespace)
     most = manager.model_config.context_len

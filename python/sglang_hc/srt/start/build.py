@@ -26,6 +26,7 @@ from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
 from sglang_hc.policy.planner import RestorePlanner
+from sglang_hc.policy.soft_retention import SoftRetention
 from sglang_hc.profile_file import CachedProfile
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.mover import BlockMover
@@ -105,13 +106,14 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     window = LookAhead()
     pins = SessionPins.sized_for(pool.num_slots)
     wanted = RetentionPriority(window, pins)
-    policy = make_policy(config.eviction, window, pinned=pins)
+    soft = SoftRetention.sized_for(pool.num_slots)
+    policy = make_policy(config.eviction, window, pins, soft)
     ttl = TimeToLive(config.ttl) if config.ttl else None
     host = HostTier(BlockTree(fingerprint), pool.num_slots, policy, ttl)
-    ends = ends_of(config, memory, host, window, pins)
+    ends = ends_of(config, memory, host, window, pins, soft)
     planner = _planner(model, device, layout, counters, ranks)
     disk = lower_tier(model, memory, fingerprint, host, planner, counters, ranks, ends)
-    retention = Retention(host, disk, pins, wanted, ranks.clock)
+    retention = Retention(host, disk, pins, wanted, ranks.clock, soft, config.ttl or 0.0)
     served = served_with(config, runner, state.plan, pool, disk)
     recorder = recorder_of(config, model.place.suffix, served, fingerprint, ranks.clock)
 

@@ -14,6 +14,7 @@ from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, WindowLayers
 from sglang_hc.policy.cost_model import CostModel
 from sglang_hc.policy.eviction import EvictionPolicy, make_policy
 from sglang_hc.policy.pins import SessionPins
+from sglang_hc.policy.soft_retention import SoftRetention
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.restore.path import EndPath
@@ -34,15 +35,16 @@ STATES_UNDER_WAY = 2
 
 
 def ends_of(
-    config: HcConfig, memory: HostMemory, host: HostTier, window: LookAhead, pins: SessionPins
-) -> Ends | None:
+    config: HcConfig, memory: HostMemory, host: HostTier, window: LookAhead, pins: SessionPins,
+    soft: SoftRetention,
+) -> Ends | None:  # fmt: skip
     """Where paths can be continued; None where all layers have full attention."""
     pool = memory.ends
     if pool is None:
         return None
     size = pool.layout.slot_bytes
     logger.info("sglang-hc: %d slots of %.3g MiB for ends", pool.num_slots, size / 2**20)
-    policy: EvictionPolicy[End] = make_policy(config.eviction, window, pinned=pins)
+    policy: EvictionPolicy[End] = make_policy(config.eviction, window, pins, soft)
     return Ends(pool.layout, pool.num_slots, host, policy, window.next_use)
 
 

@@ -20,6 +20,7 @@ from sglang_hc.srt.engine.passes import prefilled, segments_of
 from sglang_hc.srt.engine.scheduler import OwnScheduler
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.model.weight_versions import WeightVersions
+from sglang_hc.srt.requests import agents
 from sglang_hc.srt.requests.images import packed
 from sglang_hc.srt.requests.namespaces import keeps_state
 from sglang_hc.srt.requests.pins import pin_request_of
@@ -154,7 +155,10 @@ class CapturingTree(WindowTree):
         length = len(tokens) // self.page_size * self.page_size
         left = self.commit(req, tokens, length, final=True)
         pin = None if retracted else self._pin_of(req)
-        self.tiers.used(left, pin, is_over=not retracted)
+        retains = [] if retracted else agents.retains_of(req)
+        session = agents.session_of(req, retains)
+        self.tiers.used(left, pin, is_over=not retracted, session=session)
+        agents.apply(self.tiers.retention, left, retains, session)
         if retracted:
             self.capture.counters["retracted_tokens"] += length
         else:

@@ -255,6 +255,7 @@ class HcRadixCache(RestoringTree):
     @method(_forget_queue, answer=nothing)
     def look_at_queue(self) -> None:
         """What the waiting requests need is fetched and kept."""
+        self.tiers.fetch_wished()
         self.waiting.on_schedule_step(self.scheduler.waiting_queue, self.scheduler.decoding)
         self.ahead.restore_waiting(self)
 
