@@ -8,6 +8,7 @@ session (policy/pins.py) stays.
     queue  what no waiting request needs leaves first, by age, over a loop the youngest
            (policy/set_dueling.py); then what is needed last
     lru    least recently used first
+    learned  as queue, but of what nobody needs the least worth leaves (`LearnedPolicy`)
 
 All cost O(log n) amortised per call; `victims` O(log n) per block plus the blocks it passes over.
 """
@@ -15,12 +16,13 @@ All cost O(log n) amortised per call; `victims` O(log n) per block plus the bloc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.pauses import Away, Pauses
 from sglang_hc.policy.set_dueling import SetDueling
 
 POLICIES = ("queue", "lru")
@@ -326,6 +328,81 @@ class QueuePolicy(EvictionPolicy[B]):
         for entry in map(self._entries.get, block_ids):
             if entry is not None and entry.block.is_leaf:
                 self._push(entry)
+
+
+class LearnedPolicy(QueuePolicy[B]):
+    """As `queue`, but of the blocks that no waiting request needs those leave first which are worth
+    least by the pause of their session (policy/pauses.py), and of equal ones the oldest.
+
+    A session owns the last block that the tier has of its path; when this leaves, its parent, if
+    that has no owner of more worth. What nobody owns is worth nothing. Until enough is known the
+    order is that of `queue`.
+    """
+
+    def __init__(self, window: NextUse, pauses: Pauses, pinned: PinnedBlocks | None = None) -> None:
+        super().__init__(window, pinned)
+        self._pauses = pauses
+        self._owners: dict[bytes, Away] = {}
+        self._owned: dict[Away, bytes] = {}
+        self._learned = False
+        pauses.subscribe(self._worth_changed)
+
+    def own(self, session: Away, path: Sequence[bytes]) -> None:
+        """The last of these blocks that is here belongs to the session. Costs as many blocks of the
+        path as are not here."""
+        last = next((block_id for block_id in reversed(path) if self.has(block_id)), None)
+        if last is not None:
+            self._assign(last, session)
+            self._push_again(last)
+
+    def remove(self, block: B) -> None:
+        owner = self._owners.pop(block.block_id, None)
+        if owner is not None:
+            del self._owned[owner]
+            parent = block.parent
+            if parent is not None and self.has(parent.block_id) and not owner.is_over:
+                other = self._owners.get(parent.block_id)
+                if other is None or other.is_over or other.value < owner.value:
+                    self._assign(parent.block_id, owner)
+        super().remove(block)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless each owner has one block, which is here."""
+        assert self._owned == {owner: block_id for block_id, owner in self._owners.items()}
+        assert len(self._owned) == len(self._owners) and all(map(self.has, self._owners))
+
+    def _assign(self, block_id: bytes, session: Away) -> None:
+        before, owner = self._owned.get(session), self._owners.get(block_id)
+        if before is not None:
+            del self._owners[before]
+        if owner is not None and owner is not session:
+            del self._owned[owner]
+        self._owners[block_id], self._owned[session] = session, block_id
+
+    def _worth_changed(self, sessions: Iterable[Away]) -> None:
+        if self._learned != self._pauses.is_evident:
+            self._learned = self._pauses.is_evident
+            for block_id in self._entries:
+                self._push_again(block_id)
+            return
+        for block_id in map(self._owned.get, sessions):
+            if block_id is not None:
+                self._push_again(block_id)
+
+    def _push_again(self, block_id: bytes) -> None:
+        entry = self._entries[block_id]
+        if entry.block.is_leaf and block_id not in self._aside:
+            self._push(entry)
+
+    def _preferred_to(self, oldest: Entry[B]) -> Entry[B] | None:
+        return None if self._learned else super()._preferred_to(oldest)
+
+    def _key(self, entry: Entry[B]) -> Key:
+        need, order = super()._key(entry)
+        if need == NEEDED or not self._learned:
+            return (need, 0.0, order)
+        owner = self._owners.get(entry.block.block_id)
+        return (need, 0.0 if owner is None else owner.value, order)
 
 
 def make_policy(

@@ -7,10 +7,13 @@ from sglang_hc.policy.eviction import (
     Entry,
     EvictionPolicy,
     Key,
+    LearnedPolicy,
     NextUse,
+    PinnedBlocks,
     QueuePolicy,
     make_policy,
 )
+from sglang_hc.policy.pauses import Pauses
 
 
 class FifoPolicy(EvictionPolicy[B]):
@@ -49,11 +52,22 @@ class QueueByAge(QueuePolicy[B]):
         return None
 
 
-def policy_named(name: str, window: NextUse, *, disk: bool = False) -> EvictionPolicy[B]:
-    """A policy of the server by its name there, "fifo" or "none". disk: for the disk. Raises
-    ValueError."""
+def policy_named(
+    name: str,
+    window: NextUse,
+    *,
+    disk: bool = False,
+    pauses: Pauses | None = None,
+    pinned: PinnedBlocks | None = None,
+) -> EvictionPolicy[B]:
+    """A policy of the server by its name there, "fifo" or "none". disk: for the disk. pauses: for
+    "learned". Raises ValueError."""
     if name == "fifo":
         return FifoPolicy()
     if name == "none":  # what the device keeps leaves as in SGLang
         name = "lru"
-    return QueueByAge(window) if disk and name == "queue" else make_policy(name, window)
+    if disk and name in ("queue", "learned"):
+        return QueueByAge(window)
+    if name == "learned" and pauses is not None:
+        return LearnedPolicy(window, pauses, pinned)
+    return make_policy(name, window, pinned)

@@ -19,7 +19,7 @@ from sglang_hc.tools.simulator.models import SimulatedModel
 from sglang_hc.tools.simulator.tiers import TieredCache, TierSizes, admission_of
 from sglang_hc.tools.workloads.sessions import Workload
 
-SIMULATED_POLICIES = (*POLICIES, "fifo", "belady", "none")
+SIMULATED_POLICIES = (*POLICIES, "learned", "fifo", "belady", "none")
 AT_TURN = "at-turn"
 
 Progress = Callable[[int], None]
@@ -47,10 +47,11 @@ class Setup:
     serving: Serving = field(default_factory=Serving)
     stretch: float = EVICTION_STRETCH
     kv_tokens: int | None = None
+    hold: float | None = None
 
     @property
     def prefetch_mode(self) -> str:
-        return self.prefetch or ("queue" if self.policy in ("queue", "belady") else AT_TURN)
+        return self.prefetch or (AT_TURN if self.policy in ("lru", "fifo", "none") else "queue")
 
     @property
     def sizes(self) -> TierSizes:
@@ -150,6 +151,7 @@ def _live(
         prefetch=setup.prefetch_mode,
         stretch=setup.stretch,
         admission=admission_of(setup.write, setup.model.slot_bytes),
+        hold=setup.hold,
     )
     engine = Engine(
         setup.workload,

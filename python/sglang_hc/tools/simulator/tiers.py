@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, takewhile
@@ -11,7 +12,9 @@ from typing import Any
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.eviction import Block, EvictionPolicy, IsProtected
+from sglang_hc.policy.eviction import Block, EvictionPolicy, IsProtected, LearnedPolicy
+from sglang_hc.policy.pauses import Away, Kind, Pauses
+from sglang_hc.policy.pins import PinLimitError, SessionPins
 from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.writing import WriteAdmission, WriteRule
 from sglang_hc.queue.fetch_costs import Missing
@@ -91,6 +94,7 @@ class TieredCache:
         stretch: float = EVICTION_STRETCH,
         policies: Policies | None = None,
         admission: WriteAdmission | None = None,
+        hold: float | None = None,
     ) -> None:
         self.window = LookAhead()
         self.jobs: dict[int, Job] = {}
@@ -101,10 +105,22 @@ class TieredCache:
 
         # The server's disk orders by age outside the window (store/disk/eviction.py).
         on_disk = policies or partial(policy_named, policy, self.window, disk=True)
-        in_memory = policies or partial(policy_named, policy, self.window)
+        self.pauses = Pauses() if policy == "learned" else None
+        self._came: dict[int, Away | None] = {}
+        self._learned: list[LearnedPolicy[Any]] = []
+        self._hold = hold
+        self._pins = None if hold is None else SessionPins.sized_for(sizes.host)
+        in_memory = policies or partial(
+            policy_named, policy, self.window, pauses=self.pauses, pinned=self._pins
+        )
 
         def nodes(slots: int) -> HostTier | None:
-            return HostTier(BlockTree(FINGERPRINT), slots, in_memory()) if slots else None
+            if not slots:
+                return None
+            made = in_memory()
+            if isinstance(made, LearnedPolicy):
+                self._learned.append(made)
+            return HostTier(BlockTree(FINGERPRINT), slots, made)
 
         self.host, self.device = nodes(sizes.host), nodes(sizes.device)
         self.pool = KvPool(self.device) if sizes.shared and self.device is not None else None
@@ -135,6 +151,9 @@ class TieredCache:
 
     def arrive(self, job: Job) -> None:
         self.jobs[job.number] = job
+        if self.pauses is not None:
+            self._pass(job.arrived)
+            self._came[job.number] = self.pauses.came(job.chain, job.arrived)
         self.prefetcher.arrived(job.number)
 
     def look_ahead(self, queue: Sequence[int]) -> None:
@@ -143,7 +162,7 @@ class TieredCache:
 
     def prefetch(self, now: float) -> None:
         """The fetches of a pass, into staged slots; see `take_started`."""
-        self._now = now
+        self._pass(now)
         self.prefetcher.fetch()
 
     def ready(self, number: int, now: float) -> bool:
@@ -173,6 +192,7 @@ class TieredCache:
         self.meetings.end(number)
         self.prefetcher.cancel(number)
         del self.jobs[number]
+        self._came.pop(number, None)
 
     # What the prefetcher asks (fetch_costs.Below)
 
@@ -262,7 +282,7 @@ class TieredCache:
 
     def admit(self, job: Job, found: Found, now: float, *, load: bool) -> None:
         """The request starts. `load`: its blocks on disk are read now, through the host tier."""
-        self._now = now
+        self._pass(now)
         if self.device is not None:
             self.device.access(found.device_nodes, now)
         if self.host is not None:
@@ -294,6 +314,7 @@ class TieredCache:
 
     def finish(self, job: Job, kept: bytes, chain: list[bytes], now: float) -> None:
         """The request ends; `kept` (blocks `chain`) is on the device and goes below."""
+        self._pass(now)
         del self.jobs[job.number]
         self.prefetcher.finished(job.number, len(chain))
         self._seen.update(chain)
@@ -309,6 +330,30 @@ class TieredCache:
         if self.host is not None:
             _store(self.host, kept, now)
         self.meetings.end(job.number)
+        self._left(job, chain, tail, now)
+
+    def _pass(self, now: float) -> None:
+        """So much time has passed."""
+        self._now = now
+        if self.pauses is not None:
+            self.pauses.advance(now)
+        if self._pins is not None:
+            self._pins.expire(now)
+
+    def _left(self, job: Job, chain: list[bytes], tail: bytes | None, now: float) -> None:
+        """Its session is away from now on."""
+        path = chain if tail is None else [*chain, tail]
+        if self._pins is not None and self._hold is not None:
+            with suppress(PinLimitError):
+                self._pins.pin(None, str(job.session), path, self._hold, now)
+        if self.pauses is None:
+            return
+        before = self._came.pop(job.number)
+        kind = Kind(None, job.calls, job.turn + 1)
+        ends = [ids[-1] for ids in (job.chain, chain) if ids]
+        session = self.pauses.left(kind, ends, now, before)
+        for policy in self._learned:
+            policy.own(session, path)
 
     def _write(self, disk: SimulatedDisk, chain: list[bytes], now: float) -> None:
         """A path was used: write what is not on disk, as the server does (store/lower_tier.py)."""
