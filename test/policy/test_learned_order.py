@@ -37,7 +37,11 @@ class Learned:
         """A request with this prompt runs to its end, and its session is away."""
         tokens, path = tokens_of(word), identities(tokens_of(word))
         self.pass_time(now)
-        before = self.pauses.came(path, now) if self.pauses is not None else None
+        before = None
+        if self.pauses is not None:
+            assert isinstance(self.policy, LearnedPolicy)
+            before = self.pauses.came(path, now)
+            self.policy.serve(before, path)
         keep(self.tier, tokens, now=now)
         self.tier.access(self.tier.tree.match(Prefix(None, tokens)).nodes, now)
         if self.pauses is not None:

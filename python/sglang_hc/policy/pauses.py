@@ -232,14 +232,15 @@ class PauseTable:
 class Away:
     """A session between two requests, and while the next one is served.
 
-    kind: None from its return on. ends: identities of blocks by one of which its next prompt is
-    known. value: what its blocks are worth, per second; see the module. since: when it left, or
-    returned. is_over: nothing is said of it any more.
+    kind: of its pause; None while it is served. ends: identities of blocks by one of which its next
+    prompt is known. since: when it left, or came. turns: answers so far. value: what its blocks are
+    worth, per second; see the module. is_over: nothing is said of it any more.
     """
 
     kind: Kind | None
     ends: tuple[bytes, ...]
     since: float
+    turns: int = 0
     bucket: int = 0
     value: float = 0.0
     is_over: bool = False
@@ -282,24 +283,23 @@ class Pauses:
         """A session was answered. ends: see `Away`. before: what `came` said of the request."""
         if before is not None:
             self._drop(before)
-        while len(self._all) >= MAX_SESSIONS:
-            self._drop(next(iter(self._all)))
-        session = Away(kind, tuple(ends), now)
+        session = Away(kind, tuple(ends), now, kind.turn)
         session.counted = tuple((level, level.began()) for level in self.table.levels(kind))
         session.value = self.table.values(kind)[0]
         for end in session.ends:
             self._by_end[end] = session
-        self._all[session] = None
-        self._note(session)
+        self._follow(session)
         return session
 
-    def came(self, path: Sequence[bytes], now: float) -> Away | None:
+    def came(self, path: Sequence[bytes], now: float) -> Away:
         """A request came whose prompt has these blocks, root first. The session that goes on with
-        it, the longest one; None for a new one."""
+        it, the longest one, or a new one; its value falls with its age until it is answered."""
         by_end = self._by_end
         session = next((by_end[block] for block in reversed(path) if block in by_end), None)
         if session is None:
-            return None
+            session = Away(None, (), now, value=UNKNOWN_VALUES[0])
+            self._follow(session)
+            return session
         bucket = bucket_of(now - session.since)
         while session.bucket < bucket:
             self._lasted(session)
@@ -341,6 +341,12 @@ class Pauses:
         session.bucket += 1
         for level, since in session.counted:
             level.lasted(since, session.bucket)
+
+    def _follow(self, session: Away) -> None:
+        while len(self._all) >= MAX_SESSIONS:
+            self._drop(next(iter(self._all)))
+        self._all[session] = None
+        self._note(session)
 
     def _note(self, session: Away) -> None:
         """When its value changes next. In the last bucket it stays as it is."""

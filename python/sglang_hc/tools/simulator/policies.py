@@ -6,14 +6,11 @@ from sglang_hc.policy.eviction import (
     B,
     Entry,
     EvictionPolicy,
-    Key,
-    LearnedPolicy,
     NextUse,
-    PinnedBlocks,
     QueuePolicy,
     make_policy,
 )
-from sglang_hc.policy.pauses import Pauses
+from sglang_hc.policy.leaves import Key
 
 
 class FifoPolicy(EvictionPolicy[B]):
@@ -52,22 +49,12 @@ class QueueByAge(QueuePolicy[B]):
         return None
 
 
-def policy_named(
-    name: str,
-    window: NextUse,
-    *,
-    disk: bool = False,
-    pauses: Pauses | None = None,
-    pinned: PinnedBlocks | None = None,
-) -> EvictionPolicy[B]:
-    """A policy of the server by its name there, "fifo" or "none". disk: for the disk. pauses: for
-    "learned". Raises ValueError."""
+def policy_named(name: str, window: NextUse, *, disk: bool = False) -> EvictionPolicy[B]:
+    """A policy of the server by its name there, "fifo" or "none". disk: for the disk. Raises
+    ValueError."""
     if name == "fifo":
         return FifoPolicy()
     if name == "none":  # what the device keeps leaves as in SGLang
         name = "lru"
-    if disk and name in ("queue", "learned"):
-        return QueueByAge(window)
-    if name == "learned" and pauses is not None:
-        return LearnedPolicy(window, pauses, pinned)
-    return make_policy(name, window, pinned)
+    by_age = disk and name in ("queue", "learned")
+    return QueueByAge(window) if by_age else make_policy(name, window)

@@ -19,7 +19,7 @@ from sglang_hc.tools.simulator.models import SimulatedModel
 from sglang_hc.tools.simulator.tiers import TieredCache, TierSizes, admission_of
 from sglang_hc.tools.workloads.sessions import Workload
 
-SIMULATED_POLICIES = (*POLICIES, "learned", "fifo", "belady", "none")
+SIMULATED_POLICIES = (*POLICIES, "fifo", "belady", "none")
 AT_TURN = "at-turn"
 
 Progress = Callable[[int], None]
@@ -30,9 +30,10 @@ class Setup:
     """A server and its load.
 
     policy: one of SIMULATED_POLICIES. write: as `--hc-write`. prefetch: None for the policy's own,
-    queue for `queue` and `belady`, at-turn for the others (AttentionStore section 4.3.3). stretch:
+    at-turn for `lru` and `fifo` (AttentionStore section 4.3.3), queue for the others. stretch:
     eviction window over the paper's. Sizes in bytes. device: for idle state. kv_tokens: of a KV
     pool that running requests and idle state share, in its place; None for room for whatever runs.
+    hold: seconds for which the client of each answer pins it in host memory; None for no pins.
     """
 
     workload: Workload

@@ -12,11 +12,17 @@ from typing import Any
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.eviction import Block, EvictionPolicy, IsProtected, LearnedPolicy
-from sglang_hc.policy.pauses import Away, Kind, Pauses
+from sglang_hc.policy.eviction import (
+    Block,
+    EvictionPolicy,
+    IsProtected,
+    LearnedPolicy,
+    make_policy,
+)
 from sglang_hc.policy.pins import PinLimitError, SessionPins
 from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.writing import WriteAdmission, WriteRule
+from sglang_hc.queue.away import AwaySessions
 from sglang_hc.queue.fetch_costs import Missing
 from sglang_hc.queue.lookahead import EVICTION_STRETCH, LookAhead
 from sglang_hc.queue.meeting import Meetings, Step, TailReads
@@ -105,24 +111,18 @@ class TieredCache:
 
         # The server's disk orders by age outside the window (store/disk/eviction.py).
         on_disk = policies or partial(policy_named, policy, self.window, disk=True)
-        self.pauses = Pauses() if policy == "learned" else None
-        self._came: dict[int, Away | None] = {}
-        self._learned: list[LearnedPolicy[Any]] = []
         self._hold = hold
         self._pins = None if hold is None else SessionPins.sized_for(sizes.host)
-        in_memory = policies or partial(
-            policy_named, policy, self.window, pauses=self.pauses, pinned=self._pins
-        )
+        in_memory = policies or partial(policy_named, policy, self.window)
 
-        def nodes(slots: int) -> HostTier | None:
-            if not slots:
-                return None
-            made = in_memory()
-            if isinstance(made, LearnedPolicy):
-                self._learned.append(made)
-            return HostTier(BlockTree(FINGERPRINT), slots, made)
+        def nodes(slots: int, policy: EvictionPolicy[Any]) -> HostTier | None:
+            return HostTier(BlockTree(FINGERPRINT), slots, policy) if slots else None
 
-        self.host, self.device = nodes(sizes.host), nodes(sizes.device)
+        self.away: AwaySessions | None = None
+        kept = in_memory() if self._pins is None else make_policy(policy, self.window, self._pins)
+        self.host, self.device = nodes(sizes.host, kept), nodes(sizes.device, in_memory())
+        if self.host is not None and isinstance(kept, LearnedPolicy):
+            self.away = AwaySessions(kept.pauses, kept, self.host.tree, lambda: self._now)
         self.pool = KvPool(self.device) if sizes.shared and self.device is not None else None
         self.in_host = self.host.has if self.host is not None else lambda block_id: False
         self.disk = SimulatedDisk(sizes.disk, on_disk()) if sizes.disk else None
@@ -151,9 +151,9 @@ class TieredCache:
 
     def arrive(self, job: Job) -> None:
         self.jobs[job.number] = job
-        if self.pauses is not None:
+        if self.away is not None:
             self._pass(job.arrived)
-            self._came[job.number] = self.pauses.came(job.chain, job.arrived)
+            self.away.came(job.number, job.needs)
         self.prefetcher.arrived(job.number)
 
     def look_ahead(self, queue: Sequence[int]) -> None:
@@ -192,7 +192,8 @@ class TieredCache:
         self.meetings.end(number)
         self.prefetcher.cancel(number)
         del self.jobs[number]
-        self._came.pop(number, None)
+        if self.away is not None:
+            self.away.gone(number)
 
     # What the prefetcher asks (fetch_costs.Below)
 
@@ -330,30 +331,19 @@ class TieredCache:
         if self.host is not None:
             _store(self.host, kept, now)
         self.meetings.end(job.number)
-        self._left(job, chain, tail, now)
+        if self.away is not None:
+            self.away.answered(job.number, Prefix(None, kept), job.prompt_tokens, job.calls)
+        if self._pins is not None and self._hold is not None:
+            with suppress(PinLimitError):
+                self._pins.pin(None, str(job.session), chain, self._hold, now)
 
     def _pass(self, now: float) -> None:
         """So much time has passed."""
         self._now = now
-        if self.pauses is not None:
-            self.pauses.advance(now)
+        if self.away is not None:
+            self.away.upkeep()
         if self._pins is not None:
             self._pins.expire(now)
-
-    def _left(self, job: Job, chain: list[bytes], tail: bytes | None, now: float) -> None:
-        """Its session is away from now on."""
-        path = chain if tail is None else [*chain, tail]
-        if self._pins is not None and self._hold is not None:
-            with suppress(PinLimitError):
-                self._pins.pin(None, str(job.session), path, self._hold, now)
-        if self.pauses is None:
-            return
-        before = self._came.pop(job.number)
-        kind = Kind(None, job.calls, job.turn + 1)
-        ends = [ids[-1] for ids in (job.chain, chain) if ids]
-        session = self.pauses.left(kind, ends, now, before)
-        for policy in self._learned:
-            policy.own(session, path)
 
     def _write(self, disk: SimulatedDisk, chain: list[bytes], now: float) -> None:
         """A path was used: write what is not on disk, as the server does (store/lower_tier.py)."""

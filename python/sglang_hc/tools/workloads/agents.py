@@ -11,7 +11,14 @@ import math
 import random
 from dataclasses import dataclass
 
-from sglang_hc.tools.workloads.sessions import FreshIds, Session, Turn, Workload, poisson_arrivals
+from sglang_hc.tools.workloads.sessions import (
+    FreshIds,
+    Session,
+    Span,
+    Turn,
+    Workload,
+    poisson_arrivals,
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,7 @@ def agents(
     made = []
     for _ in range(sessions):
         kind = rng.choice(list(KINDS))
-        said = (heads[kind], ids.span(_length(rng, TASK_TOKENS)))
+        said: tuple[Span, ...] = (heads[kind], ids.span(_length(rng, TASK_TOKENS)))
         think, turns = 0.0, []
         while True:
             name = rng.choices(list(KINDS[kind]), list(KINDS[kind].values()))[0]
@@ -111,5 +118,5 @@ def _length(rng: random.Random, mean: float) -> int:
 
 def _pause(rng: random.Random, tool: Tool | None) -> float:
     if tool is None:
-        return LOMAX_SECONDS * ((1 - rng.random()) ** (-1 / LOMAX_SHAPE) - 1)
+        return LOMAX_SECONDS * (math.pow(1 - rng.random(), -1 / LOMAX_SHAPE) - 1)
     return tool.seconds * math.exp(rng.gauss(0.0, tool.spread))
