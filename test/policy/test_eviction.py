@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.eviction import POLICIES, Entry, make_policy
-from sglang_hc.policy.leaves import Leaves
+from sglang_hc.policy.eviction import POLICIES, Entry, Leaves, make_policy
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import Prefix, pack_tokens

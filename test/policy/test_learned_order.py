@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.eviction import LearnedPolicy, QueuePolicy
+from sglang_hc.policy.eviction import QueuePolicy
+from sglang_hc.policy.learned import LearnedPolicy
 from sglang_hc.policy.pauses import EVIDENCE, Kind, Pauses
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.tree.block_tree import BlockNode
@@ -25,7 +26,7 @@ class Learned:
         self.window = LookAhead()
         self.pauses = pauses
         self.policy: QueuePolicy[BlockNode] = (
-            QueuePolicy(self.window) if pauses is None else LearnedPolicy(self.window, pauses)
+            QueuePolicy(self.window) if pauses is None else LearnedPolicy(pauses, self.window)
         )
         self.tier = host_tier(SLOTS, self.policy)
 

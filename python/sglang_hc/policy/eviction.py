@@ -8,7 +8,6 @@ session (policy/pins.py) stays.
     queue  what no waiting request needs leaves first, by age, over a loop the youngest
            (policy/set_dueling.py); then what is needed last
     lru    least recently used first
-    learned  as queue, but of what nobody needs the least worth leaves (`LearnedPolicy`)
 
 All cost O(log n) amortised per call; `victims` O(log n) per block plus the blocks it passes over.
 """
@@ -16,18 +15,18 @@ All cost O(log n) amortised per call; `victims` O(log n) per block plus the bloc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from heapq import heapify, heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.leaves import Key, Leaves
-from sglang_hc.policy.owners import Owners
-from sglang_hc.policy.pauses import Away, Pauses
 from sglang_hc.policy.set_dueling import SetDueling
 
-POLICIES = ("queue", "lru", "learned")
+POLICIES = ("queue", "lru")
+
+Key = tuple[float, ...]
+"""Least leaves first; keys of one policy have one length."""
 
 
 class Block(Protocol):
@@ -86,6 +85,44 @@ class Entry(Generic[B]):
     since: int = 0
 
 
+Item = tuple[Key, int, Entry[B]]
+"""A leaf with its key, and the stamp that its entry had; stale once the entry has another."""
+
+
+class Leaves(Generic[B]):
+    """Leaves by key, least first.
+
+    The item that was pushed last stays beside the heap. While a path comes from its start, each
+    block gets a child at once; while one leaves from its end, each parent is the next to leave. So
+    neither costs an operation on the heap.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[Item[B]] = []
+        self._latest: Item[B] | None = None
+
+    def __len__(self) -> int:
+        return len(self._heap) + (self._latest is not None)
+
+    def push(self, key: Key, entry: Entry[B], live: int) -> None:
+        """live: number of entries. Stale items are dropped once they far outnumber the entries."""
+        before, self._latest = self._latest, (key, entry.stamp, entry)
+        if before is not None and before[2].stamp == before[1]:
+            heappush(self._heap, before)
+            if len(self._heap) > 4 * live + 64:
+                self._heap = [item for item in self._heap if item[2].stamp == item[1]]
+                heapify(self._heap)
+
+    def top(self) -> Item[B] | None:
+        """The first that is not stale. It stays until its entry has another stamp."""
+        heap, latest = self._heap, self._latest
+        while heap and heap[0][2].stamp != heap[0][1]:
+            heappop(heap)
+        if latest is not None and latest[2].stamp == latest[1]:
+            return heap[0] if heap and heap[0] < latest else latest
+        return heap[0] if heap else None
+
+
 class EvictionPolicy(ABC, Generic[B]):
     """Blocks of one tier in the order they should leave. Subclasses give the key.
 
@@ -107,7 +144,7 @@ class EvictionPolicy(ABC, Generic[B]):
         self._entries: dict[bytes, Entry[B]] = {}
         self.has = self._entries.__contains__
         """Whether a block is in the tier. Asked often in every pass."""
-        self._order: Leaves[Entry[B]] = Leaves()
+        self._order: Leaves[B] = Leaves()
         self._ticks = 0
 
     def __len__(self) -> int:
@@ -247,7 +284,7 @@ class QueuePolicy(EvictionPolicy[B]):
         super().__init__(pinned)
         self._window = window
         self._duels = SetDueling()
-        self._young: Leaves[Entry[B]] = Leaves()
+        self._young: Leaves[B] = Leaves()
         window.subscribe(self._need_changed)
 
     def _entered(self, entry: Entry[B]) -> None:
@@ -291,87 +328,12 @@ class QueuePolicy(EvictionPolicy[B]):
                 self._push(entry)
 
 
-class LearnedPolicy(QueuePolicy[B]):
-    """As `queue`, but of the blocks that no waiting request needs those leave first which are worth
-    least by the pauses of sessions (policy/pauses.py), and of equal ones the oldest.
-
-    A session owns the last block that the tier has of its path (`Owners`). What nobody owns is
-    worth nothing. Until enough is known the order is that of `queue`.
-    """
-
-    def __init__(self, window: NextUse, pauses: Pauses, pinned: PinnedBlocks | None = None) -> None:
-        super().__init__(window, pinned)
-        self.pauses = pauses
-        self._owners = Owners()
-        self._learned = False
-        pauses.subscribe(self._worth_changed)
-
-    def own(self, session: Away, path: Sequence[bytes]) -> None:
-        """An answered session has these blocks, root first. Costs as many of them as are not
-        here."""
-        last = next((block_id for block_id in reversed(path) if self.has(block_id)), None)
-        if last is not None:
-            self._owners.assign(last, session)
-            self._push_again(last)
-
-    def serve(self, session: Away, path: Sequence[bytes]) -> None:
-        """A session is served with this prompt, of whose blocks some may come. Costs as many of
-        them as are here."""
-        if self._owners.block_of(session) is not None:
-            return
-        here = sum(1 for _ in takewhile(self.has, path))
-        if here < len(path):
-            self._owners.expect(path[here], session)
-        if here and self._owners.offer(path[here - 1], session):
-            self._push_again(path[here - 1])
-
-    def insert(self, block: B) -> None:
-        parent = block.parent
-        self._owners.came(block.block_id, None if parent is None else parent.block_id)
-        super().insert(block)
-
-    def remove(self, block: B) -> None:
-        owner, parent = self._owners.left(block.block_id), block.parent
-        if owner is not None and parent is not None and self.has(parent.block_id):
-            self._owners.offer(parent.block_id, owner)
-        super().remove(block)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless owners are of blocks that are here."""
-        self._owners.check_integrity(self.has)
-
-    def _worth_changed(self, sessions: Iterable[Away]) -> None:
-        if self._learned != self.pauses.is_evident:
-            self._learned = self.pauses.is_evident
-            changed = list(self._entries)
-        else:
-            owned = map(self._owners.block_of, sessions)
-            changed = [block_id for block_id in owned if block_id is not None]
-        for block_id in changed:
-            self._push_again(block_id)
-
-    def _push_again(self, block_id: bytes) -> None:
-        entry = self._entries[block_id]
-        if entry.block.is_leaf and block_id not in self._aside:
-            self._push(entry)
-
-    def _preferred_to(self, oldest: Entry[B]) -> Entry[B] | None:
-        return None if self._learned else super()._preferred_to(oldest)
-
-    def _key(self, entry: Entry[B]) -> Key:
-        need, order = super()._key(entry)
-        learned = need == NOT_NEEDED and self._learned
-        return (need, self._owners.value(entry.block.block_id) if learned else 0.0, order)
-
-
 def make_policy(
     name: str, window: NextUse, pinned: PinnedBlocks | None = None
 ) -> EvictionPolicy[B]:
     """Policy by its name in `--hc-eviction`. Raises ValueError that lists the names."""
     if name == "queue":
         return QueuePolicy(window, pinned)
-    if name == "learned":
-        return LearnedPolicy(window, Pauses(), pinned)
     if name == "lru":
         return LruPolicy(pinned)
     raise ValueError(f"eviction policy {name!r} is not one of {', '.join(POLICIES)}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.eviction import LearnedPolicy
+from sglang_hc.policy.learned import LearnedPolicy
 from sglang_hc.policy.pauses import Away, Kind, Pauses
 from sglang_hc.queue.requests import Serial
 from sglang_hc.tree.block_tree import BlockNode, BlockTree

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang_hc.policy.eviction import B, Entry, EvictionPolicy
-from sglang_hc.policy.leaves import Key
+from sglang_hc.policy.eviction import B, Entry, EvictionPolicy, Key
 from sglang_hc.tools.simulator.costs import GpuCosts
 from sglang_hc.tools.simulator.disk import ReadQueue
 from sglang_hc.tools.simulator.engine import Event

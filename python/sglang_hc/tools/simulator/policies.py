@@ -6,11 +6,13 @@ from sglang_hc.policy.eviction import (
     B,
     Entry,
     EvictionPolicy,
+    Key,
     NextUse,
     QueuePolicy,
     make_policy,
 )
-from sglang_hc.policy.leaves import Key
+from sglang_hc.policy.learned import LEARNED, LearnedPolicy
+from sglang_hc.policy.pauses import Pauses
 
 
 class FifoPolicy(EvictionPolicy[B]):
@@ -56,5 +58,6 @@ def policy_named(name: str, window: NextUse, *, disk: bool = False) -> EvictionP
         return FifoPolicy()
     if name == "none":  # what the device keeps leaves as in SGLang
         name = "lru"
-    by_age = disk and name in ("queue", "learned")
-    return QueueByAge(window) if by_age else make_policy(name, window)
+    if disk and name in ("queue", LEARNED):
+        return QueueByAge(window)
+    return LearnedPolicy(Pauses(), window) if name == LEARNED else make_policy(name, window)

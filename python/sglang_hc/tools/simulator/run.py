@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import POLICIES
+from sglang_hc.policy.learned import LEARNED
 from sglang_hc.queue.lookahead import EVICTION_STRETCH
 from sglang_hc.tools.simulator.clairvoyant import BeladyPolicy, Oracle, replay
 from sglang_hc.tools.simulator.costs import ATTENTIONSTORE_MACHINE, AnyMachine, GpuCosts
@@ -19,7 +20,7 @@ from sglang_hc.tools.simulator.models import SimulatedModel
 from sglang_hc.tools.simulator.tiers import TieredCache, TierSizes, admission_of
 from sglang_hc.tools.workloads.sessions import Workload
 
-SIMULATED_POLICIES = (*POLICIES, "fifo", "belady", "none")
+SIMULATED_POLICIES = (*POLICIES, LEARNED, "fifo", "belady", "none")
 AT_TURN = "at-turn"
 
 Progress = Callable[[int], None]

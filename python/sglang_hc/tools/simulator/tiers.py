@@ -16,9 +16,9 @@ from sglang_hc.policy.eviction import (
     Block,
     EvictionPolicy,
     IsProtected,
-    LearnedPolicy,
     make_policy,
 )
+from sglang_hc.policy.learned import LearnedPolicy
 from sglang_hc.policy.pins import PinLimitError, SessionPins
 from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.writing import WriteAdmission, WriteRule
