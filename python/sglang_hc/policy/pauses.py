@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -265,8 +265,10 @@ class Pauses:
         self._numbers = itertools.count()
         self._listeners: list[Callable[[Iterable[Away]], None]] = []
 
-    def __len__(self) -> int:
-        return len(self._all)
+    @property
+    def sessions(self) -> Collection[Away]:
+        """Those that are followed, away or served."""
+        return self._all.keys()
 
     @property
     def is_evident(self) -> bool:

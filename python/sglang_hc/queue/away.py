@@ -1,5 +1,5 @@
 """Which session a request goes on with, and what its answer leaves: the requests of a server as
-`policy.pauses` and `policy.eviction.LearnedPolicy` want to be told of them.
+`policy.pauses` and `policy.learned` want to be told of them.
 
 Belongs to the scheduler thread.
 """
@@ -30,14 +30,14 @@ class AwaySessions:
         self.pauses = pauses
         self._policy = policy
         self._tree = tree
-        self._now = clock
+        self.clock = clock
         self._served: dict[Serial, Away] = {}
 
     def came(self, request: Serial, needs: Sequence[bytes]) -> None:
         """A request waits. needs: the blocks that it can use, root first. Only the first call for
         a request counts."""
         if request not in self._served:
-            session = self.pauses.came(needs, self._now())
+            session = self.pauses.came(needs, self.clock())
             self._served[request] = session
             self._policy.serve(session, needs)
 
@@ -47,8 +47,6 @@ class AwaySessions:
         before = self._served.pop(request, None)
         match = self._tree.match(kept)
         nodes, whole = match.nodes, match.tokens // BLOCK_TOKENS
-        if len(nodes) > whole and match.tokens < whole * BLOCK_TOKENS + nodes[whole].num_tokens:
-            nodes = nodes[:whole]  # the next one goes on otherwise
         if not whole:
             return
         ends = {nodes[whole - 1].block_id: None}
@@ -56,7 +54,7 @@ class AwaySessions:
             ends[nodes[prompt_tokens // BLOCK_TOKENS - 1].block_id] = None
         turns = 0 if before is None else before.turns
         kind = Kind(base_namespace(kept.namespace), tool, turns + 1)
-        session = self.pauses.left(kind, list(ends), self._now(), before)
+        session = self.pauses.left(kind, list(ends), self.clock(), before)
         self._policy.own(session, [node.block_id for node in nodes])
 
     def gone(self, request: Serial) -> None:
@@ -65,4 +63,4 @@ class AwaySessions:
 
     def upkeep(self) -> None:
         """Time has passed. Called in every pass."""
-        self.pauses.advance(self._now())
+        self.pauses.advance(self.clock())

@@ -118,6 +118,8 @@ class Tiers:
         if self.residence is not None:
             self.residence.poll()
         self.retention.upkeep()
+        if self.queue.away is not None:
+            self.queue.away.upkeep()
         self.restorer.poll()
         if self.states is not None:
             self.states.restorer.poll()
@@ -197,7 +199,8 @@ class Tiers:
             return FETCHING_S
         if self.queue.window.queue:
             return WAITING_S
-        return KEEPING_S if self.retention.is_timed else math.inf
+        timed = self.retention.is_timed or self.queue.away is not None
+        return KEEPING_S if timed else math.inf
 
     def stats(self) -> dict[str, object]:
         """Plain numbers for /server_info, with what each rank counted."""
