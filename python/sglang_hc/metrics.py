@@ -77,6 +77,7 @@ COUNTS = {
     "audit_stops": "Forms that are not used any more because of such differences.",
     "evicted_blocks": "Blocks that left the host tier.",
     "expired_blocks": "Blocks that left the host tier because nobody used them for --hc-ttl.",
+    "sessions_back": "Sessions that came back, from which --hc-eviction learned learns.",
     "pins_refused": "Pins of requests that a bound refused or that found nothing to hold.",
     "hole": "Requests whose hidden states were not kept: rows before theirs are missing.",
     "gap": "Requests saved up to positions that a pass left out.",

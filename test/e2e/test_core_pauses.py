@@ -29,7 +29,7 @@ def two_sessions(eviction: str) -> dict[str, int]:
     from sglang_hc.srt.tree import capturing_tree
 
     core = Core(*SMALL, "--hc-forms", "kv", "--hc-host-size-gb", "0.005", "--hc-eviction", eviction)
-    clock, away, names = Clock(), core.tree.tiers.queue.away, {}
+    clock, away, names = Clock(), core.tree.tiers.away, {}
     if away is not None:
         away.clock = clock
         teach(away.pauses, clock)

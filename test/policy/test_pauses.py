@@ -161,6 +161,19 @@ def test_the_longest_session_that_a_prompt_goes_on_with_came_back():
     known.check_integrity()
 
 
+def test_a_forgotten_namespace_is_new_again():
+    known = Pauses()
+    now = teach(known, Kind("mine", "run", 1), 1.0, 100, 0.0)
+    now = teach(known, Kind("theirs", "run", 1), 1.0, 100, now)
+    gone = known.left(Kind("mine", "run", 1), [name(1)], now)
+    before = known.table.values(Kind("theirs", "run", 1))
+    known.forget(lambda namespace: namespace == "mine")
+    assert gone.is_over and known.came([name(1)], now).turns == 0
+    assert known.table.values(Kind("mine", "run", 1)) == pytest.approx(UNKNOWN_VALUES)
+    assert known.table.values(Kind("theirs", "run", 1)) == before
+    known.check_integrity()
+
+
 EVENTS = st.lists(
     st.tuples(st.sampled_from(["left", "came", "wait"]), st.integers(0, 9), st.floats(0.001, 3000)),
     max_size=80,

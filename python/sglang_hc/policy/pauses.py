@@ -210,6 +210,11 @@ class PauseTable:
             known = tool.values[turn] = _Values(values_of(chances), changes)
         return known.values
 
+    def forget(self, names: Callable[[str | None], bool]) -> None:
+        """Drop the namespaces that `names` is true for."""
+        for name in list(filter(names, self._namespaces)):
+            del self._namespaces[name]
+
     def _find(self, kind: Kind) -> tuple[_Namespace, _Tool]:
         self._clock += 1
         spaces = self._namespaces
@@ -330,6 +335,13 @@ class Pauses:
             changed[session] = None
         if changed:
             self._tell(changed)
+
+    def forget(self, names: Callable[[str | None], bool]) -> None:
+        """Nothing is known any more of the namespaces that `names` is true for."""
+        self.table.forget(names)
+        for session in list(self._all):
+            if session.kind is not None and names(session.kind.namespace):
+                self._drop(session)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless exactly the sessions that are away are known by their

@@ -33,13 +33,15 @@ class AwaySessions:
         self.clock = clock
         self._served: dict[Serial, Away] = {}
 
-    def came(self, request: Serial, needs: Sequence[bytes]) -> None:
+    def came(self, request: Serial, needs: Sequence[bytes]) -> bool:
         """A request waits. needs: the blocks that it can use, root first. Only the first call for
-        a request counts."""
-        if request not in self._served:
-            session = self.pauses.came(needs, self.clock())
-            self._served[request] = session
-            self._policy.serve(session, needs)
+        a request counts. Returns whether a session came back with it."""
+        if request in self._served:
+            return False
+        session = self.pauses.came(needs, self.clock())
+        self._served[request] = session
+        self._policy.serve(session, needs)
+        return session.turns > 0
 
     def answered(self, request: Serial, kept: Prefix, prompt_tokens: int, tool: str) -> None:
         """A request is over. kept: what is kept of it. tool: that its answer calls; empty for

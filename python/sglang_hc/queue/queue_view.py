@@ -177,7 +177,7 @@ class QueueView:
     def _needs_of(self, request: Serial) -> Sequence[bytes]:
         needs = self.sources.needs_of(request)
         if self.away is not None:
-            self.away.came(request, needs)
+            self.counters["sessions_back"] += self.away.came(request, needs)
         return needs
 
     def _gone(self, request: Serial) -> None:

@@ -78,7 +78,7 @@ class HcRadixCache(RestoringTree):
         self.meetings, self._disk = tiers.meetings, tiers.disk
         self._lag, self.states = layout.draft.lag, states
         self.ends = layout.ends if states is None else None
-        self._recorder, self.audit, self._away = tiers.recorder, audit, tiers.queue.away
+        self._recorder, self.audit, self._away = tiers.recorder, audit, tiers.away
         self.scheduler = scheduler
         self.compute_stream = compute
         self._numbers = count()
