@@ -6,7 +6,9 @@ from types import SimpleNamespace as Fake
 
 import pytest
 
-from sglang_hc.srt.requests.tools import FIELD, MAX_NAMES, called_by, called_in
+from sglang_hc.config import HcConfig
+from sglang_hc.srt.requests import tools
+from sglang_hc.srt.requests.tools import FIELD, MAX_NAMES, called_by, called_in, name_tools
 
 NAMES = ("run", "run_tests", "search")
 
@@ -58,3 +60,27 @@ def test_a_server_without_a_tokenizer_knows_no_calls() -> None:
     one = request(["search"])
     one.tokenizer = None
     assert called_by(one) == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"eviction": "learned"}, True), ({"trace": "t.jsonl"}, True), ({}, False), (None, False)],
+)
+def test_a_chats_tools_are_named_where_somebody_learns_or_records(
+    monkeypatch: pytest.MonkeyPatch, options: dict | None, named: bool
+) -> None:
+    config = None if options is None else HcConfig(**options)
+    monkeypatch.setattr(tools, "config_of", lambda args: config)
+    serving = Fake(tokenizer_manager=Fake(server_args=None))
+    sent = Fake(tools=[Fake(function=Fake(name=name)) for name in NAMES])
+    adapted = Fake(sampling_params={"custom_params": {"mine": 1}})
+    name_tools((adapted, sent), serving, sent)
+    expected = {"mine": 1} | ({FIELD: list(NAMES)} if named else {})
+    assert adapted.sampling_params["custom_params"] == expected
+
+
+def test_a_chat_without_tools_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "config_of", lambda args: HcConfig(eviction="learned"))
+    adapted = Fake(sampling_params={})
+    name_tools((adapted, None), Fake(tokenizer_manager=Fake(server_args=None)), Fake(tools=None))
+    assert adapted.sampling_params == {}
