@@ -73,7 +73,7 @@ class LearnedPolicy(QueuePolicy[B]):
     def _worth_changed(self, sessions: Iterable[Away]) -> None:
         if self._learned != self.pauses.is_evident:
             self._learned = self.pauses.is_evident
-            changed = list(self._entries)
+            changed = self._owners.blocks()  # the keys of others are what they were
         else:
             owned = map(self._owners.block_of, sessions)
             changed = [block_id for block_id in owned if block_id is not None]

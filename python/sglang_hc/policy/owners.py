@@ -32,6 +32,10 @@ class Owners:
         """The block that a session owns."""
         return self._owned.get(session)
 
+    def blocks(self) -> list[bytes]:
+        """Those that have an owner."""
+        return list(self._owners)
+
     def assign(self, block_id: bytes, session: Away) -> None:
         """A session owns this block from now on, and no other; whoever owned it owns nothing."""
         before, owner = self._owned.get(session), self._owners.get(block_id)
