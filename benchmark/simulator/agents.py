@@ -22,7 +22,7 @@ SESSIONS, RATE, GPUS, CONTEXT = 150, 0.1, 2, 131_072
 PINS = (3.0, 30.0, 300.0)
 """Seconds for which every answer is pinned, as `hc_pin` does it in a server."""
 
-SCARCE, PLENTY = 12e9, 24e9
+SCARCE, PLENTY = 6e9, 12e9
 """Bytes of host memory."""
 
 

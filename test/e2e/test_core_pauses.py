@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.pauses import EVIDENCE, Kind, Pauses
+from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.clock import Clock
 from support.core import Core, run_in_child
 from support.prompts import SMALL, prompt
+from support.ranked_core import run_ranks
+from support.ranked_turns import engine
 
 PROMPTS = {name: prompt(name, 260) for name in ("build", "read")}
 
@@ -24,11 +28,11 @@ def teach(pauses: Pauses, clock: Clock) -> None:
 
 
 def two_sessions(eviction: str) -> dict[str, int]:
-    """A build has begun, a file was read 50 s later, and 40 s later others need room. Returns what
-    each of both hits then."""
+    """A build has begun, a file was read 50 s later, and 40 s later others need room. Returns how
+    many tokens of both host memory has then."""
     from sglang_hc.srt.tree import capturing_tree
 
-    core = Core(*SMALL, "--hc-forms", "kv", "--hc-host-size-gb", "0.005", "--hc-eviction", eviction)
+    core = Core(*SMALL, "--hc-forms", "kv", "--hc-host-size-gb", "0.01", "--hc-eviction", eviction)
     clock, away, names = Clock(), core.tree.tiers.away, {}
     if away is not None:
         away.clock = clock
@@ -43,27 +47,18 @@ def two_sessions(eviction: str) -> dict[str, int]:
         core.settle()
         clock.pass_time(50)
     clock.pass_time(-10)
-    slots, number = core.tree.tiers.host.num_slots, 0
-    while core.tree.tiers.host.free_slots > 3:  # blocks of 64 tokens
-        core.ask(prompt(number, 64 * 3 + 1), 1)
+    host, number = core.tree.tiers.host, 0
+    while host.free_slots > 3:
+        core.ask(prompt(number, 3 * BLOCK_TOKENS + 1), 1)
         core.settle()
         number += 1
-    assert core.tree.tiers.host.evicted_blocks == 0 and slots > 10
-    core.ask(prompt("last", 64 * 6 + 1), 1)
+    assert host.evicted_blocks == 0
+    core.ask(prompt("last", 6 * BLOCK_TOKENS + 1), 1)
     core.settle()
-    core.evict()
-    matched = {
-        name: core.tree.tiers.host.tree.match(_prefix(history)).tokens
+    return {
+        name: host.tree.match(Prefix(None, pack_tokens(history))).tokens
         for name, history in histories.items()
     }
-    core.tree.sanity_check()
-    return matched
-
-
-def _prefix(tokens: list[int]):
-    from sglang_hc.tree.identity import Prefix, pack_tokens
-
-    return Prefix(None, pack_tokens(tokens))
 
 
 @pytest.mark.parametrize(("eviction", "stays"), [("queue", "read"), ("learned", "build")])
@@ -71,3 +66,28 @@ def test_who_is_about_to_come_back_stays(models: None, eviction: str, stays: str
     found = run_in_child(two_sessions, eviction)
     other = {"read": "build", "build": "read"}[stays]
     assert found[stays] >= 256 > found[other], found
+
+
+def of_rank(rank: int, port: int) -> tuple[list[bytes], list[float], int]:
+    """What a rank keeps of six sessions of three turns that do not fit, and what it thinks of
+    them."""
+    from sglang_hc.srt.tree import capturing_tree
+
+    flags = "--hc-host-size-gb", "0.005", "--hc-eviction", "learned"
+    core = engine(rank, port, "tp", "kv", "llama-gqa", *flags)
+    away, host = core.tree.tiers.away, core.tree.tiers.host
+    teach(away.pauses, Clock(away.clock() - 20_000))
+    capturing_tree.called_by = lambda req: ("read", "build")[len(req.origin_input_ids) // 64 % 2]
+    for turn in range(3):
+        for seed in range(6):
+            core.ask(prompt(seed, 190 + 70 * turn + 64 * (seed % 2)), 4)
+            core.settle()
+    assert away.pauses.returned > 2 * EVIDENCE and host.evicted_blocks > 0
+    worth = [session.value for session in away.pauses.sessions]
+    return sorted(node.block_id for node in host.tree.nodes()), worth, host.evicted_blocks
+
+
+@pytest.mark.slow
+def test_ranks_think_alike(models: None) -> None:
+    first, second = run_ranks(of_rank)
+    assert first == second

@@ -42,7 +42,7 @@ PRIOR = 0.29
 """Chance to come back within any bucket before anything is known: a pause that has lasted so long
 lasts twice as long in half of the cases. The value then falls with the age: the oldest leave."""
 
-STRENGTH = 8.0
+STRENGTH = 16.0
 """Pauses of a kind for which the wider kind stands."""
 
 MEMORY = 1024.0

@@ -2,7 +2,7 @@
 
 Assumed, all of it; no public trace has the names of tools with the times they took. What is known
 of agents that write programs (43 turns in the median, 142K tokens in, 444 out) is kept in the
-number of turns; lengths are about an eighth, so that a run takes seconds.
+number of turns; lengths are about a sixteenth, so that a run takes seconds.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ USER = ""
 """Nothing was called: the answer went to the user."""
 
 TOOLS = {
-    "read_file": Tool(0.03, 0.5, 450),
-    "edit_file": Tool(0.05, 0.5, 60),
-    "search": Tool(0.4, 0.6, 250),
-    "run_tests": Tool(45.0, 0.6, 200),
-    "build": Tool(150.0, 0.5, 125),
-    "web_search": Tool(1.2, 0.5, 300),
-    "fetch_page": Tool(5.0, 0.8, 600),
-    "query": Tool(0.8, 1.0, 200),
-    "wait_for_job": Tool(300.0, 0.4, 75),
-    USER: Tool(90.0, 1.2, 40, lost=0.45),
+    "read_file": Tool(0.03, 0.5, 225),
+    "edit_file": Tool(0.05, 0.5, 30),
+    "search": Tool(0.4, 0.6, 125),
+    "run_tests": Tool(45.0, 0.6, 100),
+    "build": Tool(150.0, 0.5, 60),
+    "web_search": Tool(1.2, 0.5, 150),
+    "fetch_page": Tool(5.0, 0.8, 300),
+    "query": Tool(0.8, 1.0, 100),
+    "wait_for_job": Tool(300.0, 0.4, 40),
+    USER: Tool(90.0, 1.2, 20, lost=0.45),
 }
 
 KINDS: dict[str, dict[str, float]] = {
@@ -63,10 +63,10 @@ KINDS: dict[str, dict[str, float]] = {
 }
 """Which tools a session of a kind calls, by weight."""
 
-HEAD_TOKENS = 1000
+HEAD_TOKENS = 500
 """Instructions and tools, the same in all sessions of a kind."""
 
-TASK_TOKENS, ANSWER_TOKENS, LENGTH_SPREAD = 250.0, 55.0, 0.8
+TASK_TOKENS, ANSWER_TOKENS, LENGTH_SPREAD = 125.0, 28.0, 0.8
 """Means, and the standard deviation of the logarithm of all lengths."""
 
 LOMAX_SHAPE, LOMAX_SECONDS, LONGEST_S = 1.0, 3.0, 3600.0
