@@ -23,6 +23,7 @@ from sglang_hc.tools.datasheet import Rates, modelled_costs
 from sglang_hc.tools.model_shape import ModelShape
 from sglang_hc.tools.price_file import sample_prices
 from sglang_hc.tools.simulator.calibration import JUDGED, calibrate
+from sglang_hc.tools.workloads.agents import TOOLS
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results"
@@ -287,6 +288,16 @@ def bound() -> str:
     return table(["load", "lru %", "queue %", "clairvoyant %", "gap with a queue"], rows)
 
 
+def tools() -> str:
+    """What the load of agents assumes of tools."""
+    rows = [
+        [name or "none: the user", f"{tool.seconds:g}", f"{tool.spread:g}",
+         f"{100 * tool.lost:g}", f"{tool.tokens:g}"]
+        for name, tool in TOOLS.items()
+    ]  # fmt: skip
+    return table(["tool", "median pause, s", "spread", "lost %", "tokens of its result"], rows)
+
+
 def pauses() -> str:
     """Agents with tools. Cells: hit tokens, median and 90th percentile of TTFT."""
     runs, rows = load("pauses"), []
@@ -344,6 +355,7 @@ TABLES: dict[str, Callable[[], str]] = {
         rounds,
         writes,
         bound,
+        tools,
         pauses,
         sensitivity,
         recorded,
