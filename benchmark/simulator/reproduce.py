@@ -23,6 +23,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmark.simulator.agents import pauses
 from sglang_hc.tools.simulator import workloads
 from sglang_hc.tools.simulator.costs import Machine
 from sglang_hc.tools.simulator.engine import Serving
@@ -357,6 +358,7 @@ PARTS: dict[str, Callable[[Paper], Iterator[Run]]] = {
         sensitivity,
         truncation,
         falcon,
+        pauses,
     )
 }
 

@@ -23,6 +23,7 @@ from sglang_hc.tools.datasheet import Rates, modelled_costs
 from sglang_hc.tools.model_shape import ModelShape
 from sglang_hc.tools.price_file import sample_prices
 from sglang_hc.tools.simulator.calibration import JUDGED, calibrate
+from sglang_hc.tools.workloads.agents import TOOLS
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results"
@@ -287,6 +288,32 @@ def bound() -> str:
     return table(["load", "lru %", "queue %", "clairvoyant %", "gap with a queue"], rows)
 
 
+def tools() -> str:
+    """What the load of agents assumes of tools."""
+    rows = [
+        [name or "none: the user", f"{tool.seconds:g}", f"{tool.spread:g}",
+         f"{100 * tool.lost:g}", f"{tool.tokens:g}"]
+        for name, tool in TOOLS.items()
+    ]  # fmt: skip
+    return table(["tool", "median pause, s", "spread", "lost %", "tokens of its result"], rows)
+
+
+def pauses() -> str:
+    """Agents with tools. Cells: hit tokens, median and 90th percentile of TTFT."""
+    runs, rows = load("pauses"), []
+    for name, dram in dict.fromkeys((run["load"], run["dram"]) for run in runs):
+        here = [run for run in runs if (run["load"], run["dram"]) == (name, dram)]
+        hits = {run["arm"]: run["hit_rate"] for run in here}
+        pins = [percent(rate) for arm, rate in hits.items() if arm.startswith("pin")]
+        gained = hits["learned"] - hits["queue"]
+        closed = gained / (hits["belady"] - hits["queue"])
+        cells = [percent(hits[arm]) for arm in ("queue", "learned", "belady")]
+        cells += [", ".join(pins) or "-", f"{100 * gained:+.1f}", f"{100 * closed:.0f} %"]
+        rows.append([f"{name}, {dram:g} GB", *cells])
+    head = ["load", "queue %", "learned %", "clairvoyant %", "pins of 3, 30, 300 s %"]
+    return table([*head, "points gained", "of the distance"], rows)
+
+
 ARMS = ("queue", "lru")
 """Policies that the table of assumptions compares."""
 
@@ -319,7 +346,20 @@ def recorded() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     made.__name__: made
-    for made in (models, whole, times, long, policies, rounds, writes, bound, sensitivity, recorded)
+    for made in (
+        models,
+        whole,
+        times,
+        long,
+        policies,
+        rounds,
+        writes,
+        bound,
+        tools,
+        pauses,
+        sensitivity,
+        recorded,
+    )
 }
 
 

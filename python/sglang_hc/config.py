@@ -13,6 +13,7 @@ from sglang_hc.errors import ConfigError, convert, decode_json
 from sglang_hc.forms import LayerPlan
 from sglang_hc.memory import GIB, available_memory, check_host_size
 from sglang_hc.policy.eviction import POLICIES
+from sglang_hc.policy.learned import LEARNED
 from sglang_hc.policy.offload import check_size
 from sglang_hc.policy.streaming import ThroughputSpec
 from sglang_hc.policy.writing import WriteRule
@@ -283,9 +284,9 @@ FLAGS: dict[str, Flag] = {
         need=_STORE,
     ),
     "eviction": Flag(
-        "what leaves a tier first: queue evicts what no waiting request needs, lru is for "
-        "comparison",
-        choices=POLICIES,
+        "what leaves a tier first: queue evicts what no waiting request needs, learned also looks "
+        "at how long sessions of a kind stay away, lru is for comparison",
+        choices=(*POLICIES, LEARNED),
     ),
     "prefetch": Flag(
         "when blocks are read from disk: before a request's turn (queue), when it arrives, never",

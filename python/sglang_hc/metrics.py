@@ -81,6 +81,7 @@ COUNTS = {
     "mixed_requests": "Requests not kept because the weights changed while they ran.",
     "evicted_blocks": "Blocks that left the host tier.",
     "expired_blocks": "Blocks that left the host tier because nobody used them for --hc-ttl.",
+    "sessions_back": "Sessions that came back, from which --hc-eviction learned learns.",
     "pins_refused": "Pins of requests that a bound refused or that found nothing to hold.",
     "retentions": "Times that blocks were retained for a client.",
     "retentions_cut": "Of these and others, those that a bound cut off at the end, or wholly.",

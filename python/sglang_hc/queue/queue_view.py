@@ -16,6 +16,7 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.pins import RetentionPriority
 from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.queue.admission import ON_THE_WAY, Admission, Readiness
+from sglang_hc.queue.away import AwaySessions
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.meeting import Meetings
 from sglang_hc.queue.mover import BlockMover
@@ -55,13 +56,16 @@ class QueueView:
         priority: RetentionPriority | None = None,
         mover: BlockMover | None = None,
         on_met: Callable[[], object] = lambda: None,
+        away: AwaySessions | None = None,
     ) -> None:
         """costs: what fetching and recomputing take on this machine. priority: told to the disk;
         None leaves it to evict by age. mover: over the same disk; None where state does not move
-        to new positions. on_met: called at the end of each meeting, see `Meetings`."""
+        to new positions. on_met: called at the end of each meeting, see `Meetings`.
+        away: learns how long sessions stay away; None where nobody does."""
         self._host = host
         self._disk = disk
         self._mover = mover
+        self.away = away
         self.window = window
         self._costs = costs
         self._can_fetch = disk is not None or mover is not None
@@ -99,7 +103,7 @@ class QueueView:
             self.admission.admitted(())
             self._prefetcher.turns.idle()  # the last of the queue may have been aborted
             return
-        departed = self._prefetcher.on_schedule_step(queue, self.sources.needs_of)
+        departed = self._prefetcher.on_schedule_step(queue, self._needs_of)
         admitted = self.admission.admitted(departed)
         if admitted:
             self._prefetcher.admitted(admitted, self._now())
@@ -159,14 +163,26 @@ class QueueView:
         self.meetings.end(request)
         self.admission.left(request)
         self._prefetcher.cancel(request)
+        self._gone(request)
 
     def finished(self, request: Serial, blocks: int) -> None:
         """A request of so many blocks is over: S_kv's next sample."""
         self.meetings.end(request)
         self.admission.left(request)
         self._prefetcher.finished(request, blocks)
+        self._gone(request)
 
     # -- inner parts -----------------------------------------------------------------------------
+
+    def _needs_of(self, request: Serial) -> Sequence[bytes]:
+        needs = self.sources.needs_of(request)
+        if self.away is not None:
+            self.counters["sessions_back"] += self.away.came(request, needs)
+        return needs
+
+    def _gone(self, request: Serial) -> None:
+        if self.away is not None:
+            self.away.gone(request)
 
     def _came(self, block_ids: Sequence[bytes]) -> None:
         if self._mover is not None:

@@ -80,6 +80,7 @@ def all_hooks() -> list[Hook]:
         pins,
         recording,
         self_test,
+        tools,
     )
     from sglang_hc.srt.scheduling import hooks, meeting, preemption, speculation, weights
     from sglang_hc.srt.tree import prompt_sources
@@ -160,6 +161,7 @@ def all_hooks() -> list[Hook]:
         Hook(f"{tokenizer}._validate_one_request", before, hooks.check_input_ids, as_400, asked),
         Hook(f"{chat}._convert_to_internal_request", after, overflow.count_head, as_400),
         Hook(f"{chat}._convert_to_internal_request", after, breakpoints.read, as_400),
+        Hook(f"{chat}._convert_to_internal_request", after, tools.name_tools, as_400),
         Hook(f"{tokenizer}._wait_one_response", around, overflow.tell, reply, asked),
         Hook(f"{scheduler}.clear_hicache_storage_wrapped", around, hooks.clear_storage, cleared),
         Hook(f"{tokenizer}.clear_hicache_storage", around, hooks.clear_everywhere, cleared),

@@ -17,6 +17,7 @@ from sglang_hc.device.exactness import Exactness
 from sglang_hc.forms import BlockLayout
 from sglang_hc.policy.writing import DAY_S
 from sglang_hc.profile_file import CachedProfile
+from sglang_hc.queue.away import AwaySessions
 from sglang_hc.queue.meeting import Meetings
 from sglang_hc.queue.queue_view import QueueView
 from sglang_hc.queue.wished import WishedFetches
@@ -89,6 +90,11 @@ class Tiers:
         return self.queue.meetings
 
     @property
+    def away(self) -> AwaySessions | None:
+        """Learns how long sessions stay away; None where nobody does."""
+        return self.queue.away
+
+    @property
     def decides_alone(self) -> bool:
         """Whether no other ranks must decide alike."""
         return self.ranks.count == 1
@@ -138,6 +144,8 @@ class Tiers:
         if self.residence is not None:
             self.residence.poll()
         self.retention.upkeep()
+        if self.away is not None:
+            self.away.upkeep()
         self.restorer.poll()
         if self.states is not None:
             self.states.restorer.poll()
@@ -186,6 +194,8 @@ class Tiers:
         if self.queue.promotions is not None:
             self.queue.promotions.forget(what.names)
         self.retention.forget(what.names)
+        if self.away is not None:
+            self.away.pauses.forget(what.names)
         return self.host.forget(what.names)
 
     def drop_branch(self, node: BlockNode) -> list[Prefix]:
@@ -234,7 +244,8 @@ class Tiers:
             return FETCHING_S
         if self.queue.window.queue:
             return WAITING_S
-        return KEEPING_S if self.retention.is_timed else math.inf
+        timed = self.retention.is_timed or self.away is not None
+        return KEEPING_S if timed else math.inf
 
     def stats(self) -> dict[str, object]:
         """Plain numbers for /server_info, with what each rank counted."""

@@ -19,7 +19,8 @@ since the start.
                                        this request
     first      t, req                  has its first token
     gone       t, req                  left the queue unserved
-    finish     t, req, path            is over; `path` is all that was computed
+    finish     t, req, path [, tool]   is over; `path` is all that was computed, `tool` the number
+                                       of the tool that the answer calls
     lost       events                  this many events are missing
     end        t                       the server stopped in order
 
@@ -87,7 +88,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     disk_slots: Count = 0
     slot_bytes: Count = 0
     layer_plan: str = ""
-    eviction: Literal["none", "queue", "lru"] = "none"
+    eviction: Literal["none", "queue", "learned", "lru"] = "none"
     prefetch: Literal["queue", "on-arrival", "off"] = "off"
     schedule: Literal["off", "ready-first"] = "off"
     restore: Literal["cost", "always"] = "cost"
@@ -151,8 +152,8 @@ QUEUED_EVENTS = 200_000
 """Events that may wait to be written; beyond it they are left out and counted."""
 
 Event = tuple[str, Mapping[str, Any]]
-"""(op, fields): plain values, and as `path` a `Prefix`, which `TraceWriter` writes as the number of
-its last block."""
+"""(op, fields): plain values, as `path` a `Prefix`, which `TraceWriter` writes as the number of its
+last block, and as `tool` a name."""
 
 
 class Recorder:
@@ -226,11 +227,13 @@ class Recorder:
         if self._open.pop(request, None) is not None:
             self._note("gone", req=request)
 
-    def finished(self, request: Serial, computed: Prefix) -> None:
-        """The request is over; `computed` is what was computed of prompt and answer."""
+    def finished(self, request: Serial, computed: Prefix, tool: str = "") -> None:
+        """The request is over; `computed` is what was computed of prompt and answer, which calls
+        this tool."""
         self._matched.pop(request, None)
         if self._open.pop(request, None) is not None:
-            self._note("finish", req=request, path=computed)
+            called = {"tool": tool} if tool else {}
+            self._note("finish", req=request, path=computed, **called)
 
     def stats(self) -> dict[str, object]:
         """Plain numbers for /server_info and the metrics."""
@@ -259,7 +262,7 @@ class Recorder:
 class TraceWriter:
     """Takes events from `queue`, which one other thread fills, and writes them as lines of JSON.
 
-    Requests are named by their numbers; the ids that clients give them are never written. A block
+    Requests and tools are named by their numbers; what clients call them is never written. A block
     gets a number at its first appearance, with a line that has the number of the block before it
     and the pseudonyms of its tokens. All of these are remembered for as long as the server runs.
     """
@@ -270,6 +273,7 @@ class TraceWriter:
         self._fingerprint = fingerprint
         self._names = Pseudonyms()
         self._blocks: dict[bytes, tuple[int, int]] = {}  # identity: (number, state behind it)
+        self._tools: dict[str, int] = {}
         self._file = open(path, "xb", opener=_private)  # noqa: SIM115
         self._line({"trace": "sglang-hc", "version": TRACE_VERSION, **header})
         self._file.flush()
@@ -296,8 +300,10 @@ class TraceWriter:
             self.queue.clear()
 
     def _event(self, op: str, fields: Mapping[str, Any]) -> None:
-        path = {"path": self._path(fields["path"])} if "path" in fields else {}
-        self._line({"op": op, **fields, **path})
+        named = {"path": self._path(fields["path"])} if "path" in fields else {}
+        if "tool" in fields:
+            named["tool"] = self._tools.setdefault(fields["tool"], len(self._tools))
+        self._line({"op": op, **fields, **named})
 
     def _path(self, prefix: Prefix) -> int:
         """Number of the block that ends a sequence; of the root for an empty one."""

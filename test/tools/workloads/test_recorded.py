@@ -102,3 +102,16 @@ def test_in_a_closed_loop_a_turn_waits_for_the_answer_before(tmp_path: Path) -> 
     record = {s.turns[0].new_tokens: s.arrival for s in open_loop.sessions}
     assert 0 < resumed.think < record[162] - record[100]
     assert {session.turns[0].new_tokens for session in others} == {161, 92}
+
+
+def test_tools_are_named_by_numbers(tmp_path: Path) -> None:
+    """What clients call them is nobody else's business."""
+    path = tmp_path / "t.jsonl"
+    recorder = Recorder(path, {}, b"f" * 16)
+    for number, tool in enumerate(["secret_tool", "", "other", "secret_tool"]):
+        recorder.arrived(Serial(number), Prefix(None, pack_tokens([number])))
+        recorder.finished(Serial(number), Prefix(None, pack_tokens([number, 5])), tool)
+    recorder.close()
+    assert "secret" not in path.read_text()
+    turns = [session.turns[0] for session in read_trace(path, Timing()).sessions]
+    assert [turn.calls for turn in turns] == ["tool 0", "", "tool 1", "tool 0"]

@@ -151,6 +151,14 @@ def has_answer(req: Any) -> bool:
     return len(req.output_ids) > 0
 
 
+def end_of_reply(req: Any, tokens: int) -> str:
+    """The text of the last tokens of its reply; empty where the server has no tokenizer."""
+    if req.tokenizer is None:
+        return ""
+    text: str = req.tokenizer.decode(list(req.output_ids[-tokens:]))
+    return text
+
+
 def told_tokens(req: Any) -> int:
     """Tokens of its prompt and its reply until now."""
     return len(req.origin_input_ids) + len(req.output_ids)

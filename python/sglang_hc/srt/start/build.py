@@ -23,8 +23,7 @@ from sglang_hc.device.copy_stream import CopyStream, SideStream, copy_stream_for
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.device.gather_scatter import gather
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
-from sglang_hc.policy.eviction import make_policy
-from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
+from sglang_hc.policy.pins import RetentionPriority, SessionPins
 from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.soft_retention import SoftRetention
 from sglang_hc.profile_file import CachedProfile
@@ -69,6 +68,7 @@ from sglang_hc.srt.start.build_ends import (
     states_of,
     tree_states,
 )
+from sglang_hc.srt.start.build_host import host_tier
 from sglang_hc.srt.start.model import Model
 from sglang_hc.srt.start.stores import lower_tier
 from sglang_hc.srt.tree.audit import Audit, can_audit
@@ -84,7 +84,7 @@ from sglang_hc.store.scatter_queue import ScatterQueue
 from sglang_hc.tiers.recording import recorder_of
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
-from sglang_hc.tree.block_tree import BlockNode, BlockTree
+from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.ends import Ends
 from sglang_hc.tree.host_tier import HostTier
 
@@ -107,9 +107,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     pins = SessionPins.sized_for(pool.num_slots)
     wanted = RetentionPriority(window, pins)
     soft = SoftRetention.sized_for(pool.num_slots)
-    policy = make_policy(config.eviction, window, pins, soft)
-    ttl = TimeToLive(config.ttl) if config.ttl else None
-    host = HostTier(BlockTree(fingerprint), pool.num_slots, policy, ttl)
+    host, away = host_tier(config, pool.num_slots, fingerprint, window, pins, soft, ranks.clock)
     ends = ends_of(config, memory, host, window, pins, soft)
     planner = _planner(model, device, layout, counters, ranks)
     disk = lower_tier(model, memory, fingerprint, host, planner, counters, ranks, ends)
@@ -124,7 +122,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     if device.rotation is not None:
         mover = BlockMover(host, disk, scatters, counters, ranks.clock)
     rules = QueueRules(config.prefetch, config.schedule == "ready-first", _can_meet(model, device))
-    hints = wanted if config.eviction == "queue" else None
+    hints = wanted if config.eviction != "lru" else None
     copies, side = device.copy_stream, _side_stream(model, device, layout.shape)
     gathers, ends_path = parallel.tp_size() > 1, end_path(device.windows, memory)
     row = sum(device.windows.rows.part_bytes) if device.windows is not None else 0
@@ -141,7 +139,8 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     restorer = TimedRestorer(host, path, planner, observer, counters, ranks, ends)
     compute = ComputeStream.of(runner)
     ahead = PrerestoredBlocks(model.allocator, restorer, compute)
-    queue = QueueView(host, disk, window, rules, planner, hints, mover, ahead.drop_unproven)
+    met = ahead.drop_unproven
+    queue = QueueView(host, disk, window, rules, planner, hints, mover, met, away)
     capture = _capture(model, device, memory, host, disk, scatters, ranks, ends)
 
     states = states_of(device.states, memory, host, ends, scatters, copies, counters, ranks)
@@ -160,7 +159,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
         *(own_errors, recorder, profile, ends, states, residence),
     )
     order = None
-    if config.eviction == "queue" and model.params.eviction_policy.lower() == "lru":
+    if config.eviction != "lru" and model.params.eviction_policy.lower() == "lru":
         order = DeviceOrder(fingerprint, wanted)
     taps, audit = state.memory.taps, None
     if config.audit and can_audit(tiers, runner, taps):

@@ -44,7 +44,8 @@ def ends_of(
         return None
     size = pool.layout.slot_bytes
     logger.info("sglang-hc: %d slots of %.3g MiB for ends", pool.num_slots, size / 2**20)
-    policy: EvictionPolicy[End] = make_policy(config.eviction, window, pins, soft)
+    name = "lru" if config.eviction == "lru" else "queue"
+    policy: EvictionPolicy[End] = make_policy(name, window, pins, soft)
     return Ends(pool.layout, pool.num_slots, host, policy, window.next_use)
 
 

@@ -11,6 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_hc.capture.capture import Capture
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.queue.away import AwaySessions
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.srt.binding import fields
 from sglang_hc.srt.engine import in_place
@@ -25,6 +26,7 @@ from sglang_hc.srt.requests.images import packed
 from sglang_hc.srt.requests.namespaces import keeps_state
 from sglang_hc.srt.requests.pins import pin_request_of
 from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
+from sglang_hc.srt.requests.tools import called_by
 from sglang_hc.srt.tree.audit import Audit
 from sglang_hc.srt.tree.states import TreeStates
 from sglang_hc.srt.tree.window_tree import WindowTree
@@ -50,6 +52,7 @@ class CapturingTree(WindowTree):
     audit: Audit | None
     states: TreeStates | None
     _recorder: Recorder | None
+    _away: AwaySessions | None
 
     @property
     def version(self) -> str | None:  # type: ignore[override]
@@ -144,10 +147,11 @@ class CapturingTree(WindowTree):
     def _keep_last(self, req: Any, keep: int, computed: int) -> None:
         """Keep the first `keep` of the tokens that a request has computed, which computes none any
         more; what lies behind has no slots in its row."""
+        tool = called_by(req)
         if self._recorder is not None:
             recorded = self._recorder.is_open(serial_of(req))
             tokens = packed(req, fields.first_ids(req, computed)) if recorded else b""
-            self._recorder.finished(serial_of(req), Prefix(fields.namespace_of(req), tokens))
+            self._recorder.finished(serial_of(req), Prefix(fields.namespace_of(req), tokens), tool)
         if not self._keeps(req):
             return
         retracted = not fields.is_over(req)
@@ -159,6 +163,8 @@ class CapturingTree(WindowTree):
         session = agents.session_of(req, retains)
         self.tiers.used(left, pin, is_over=not retracted, session=session)
         agents.apply(self.tiers.retention, left, retains, session)
+        if self._away is not None and not retracted:
+            self._away.answered(serial_of(req), left, fields.prompt_tokens(req), tool)
         if retracted:
             self.capture.counters["retracted_tokens"] += length
         else:

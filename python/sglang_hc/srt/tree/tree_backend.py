@@ -85,7 +85,7 @@ class HcRadixCache(RestoringTree):
         self.meetings, self._disk = tiers.meetings, tiers.disk
         self._lag, self.states = layout.draft.lag, states
         self.ends = layout.ends if states is None else None
-        self._recorder, self.audit = tiers.recorder, audit
+        self._recorder, self.audit, self._away = tiers.recorder, audit, tiers.away
         self.scheduler = scheduler
         self.compute_stream = compute
         self._numbers = count()

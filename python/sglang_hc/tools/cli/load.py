@@ -36,6 +36,7 @@ from sglang_hc.tools.simulator.workloads import (
     l_eval,
     sharegpt4,
 )
+from sglang_hc.tools.workloads.agents import agents
 from sglang_hc.tools.workloads.reading import Timing, read_trace
 from sglang_hc.tools.workloads.sessions import Workload
 
@@ -43,6 +44,7 @@ GENERATORS: dict[str, Callable[..., Workload]] = {
     "attentionstore": attentionstore,
     "sharegpt4": sharegpt4,
     "l-eval": l_eval,
+    "agents": agents,
 }
 
 
@@ -182,6 +184,8 @@ def read_workload(args: argparse.Namespace) -> Workload:
         raise UsageError("--alpha: only l-eval draws contexts by Zipf; leave it out")
     if think is not None and args.workload == "l-eval":
         raise UsageError("--think: l-eval has one turn per session; leave it out")
+    if think is not None and args.workload == "agents":
+        raise UsageError("--think: agents wait as long as their tools take; leave it out")
     shape = _read_shape(args)
     if args.workload in GENERATORS:
         given = {"sessions": sessions, "rate": rate, "think": think, "alpha": alpha, "shape": shape}

@@ -29,7 +29,7 @@ class Job:
 
     prompt: packed tokens. chain: identities of its full blocks. needs: the chain, and the tail that
     the turn before has left behind, if any. known_tokens: leading tokens of which the turn before
-    has left the state. output: packed answer.
+    has left the state. output: packed answer, which calls this tool.
     """
 
     number: int
@@ -41,6 +41,7 @@ class Job:
     output: bytes
     arrived: float = 0.0
     known_tokens: int = 0
+    calls: str = ""
 
     @property
     def path(self) -> BlockPath:
@@ -132,7 +133,8 @@ class Conversation:
         Where the server would answer with an error, the client makes the prompt fit: it drops the
         oldest tokens of a conversation, in each turn anew, and the newest of a whole prompt.
         """
-        said, wanted = self._said(), self.session.turns[self.turn].answer
+        turn = self.session.turns[self.turn]
+        said, wanted = self._said(), turn.answer
         answer = min(wanted.length, self.overflow.answer)
         prompt = self.overflow.kept(said, len(said) // TOKEN_BYTES, answer)
         if prompt is None:
@@ -144,7 +146,17 @@ class Conversation:
         needs = list(chain) if tail is None else [*chain, tail]
         output = wanted.packed[: answer * TOKEN_BYTES]
         known_tokens = len(self.known) // TOKEN_BYTES if goes_on else 0
-        return Job(number, self.index, self.turn, prompt, chain, needs, output, 0.0, known_tokens)
+        return Job(
+            number,
+            self.index,
+            self.turn,
+            prompt,
+            chain,
+            needs,
+            output,
+            known_tokens=known_tokens,
+            calls=turn.calls,
+        )
 
     def answered(self, job: Job) -> None:
         """The turn is over: `known` is what it leaves.

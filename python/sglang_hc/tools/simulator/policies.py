@@ -11,6 +11,8 @@ from sglang_hc.policy.eviction import (
     QueuePolicy,
     make_policy,
 )
+from sglang_hc.policy.learned import LEARNED, LearnedPolicy
+from sglang_hc.policy.pauses import Pauses
 
 
 class FifoPolicy(EvictionPolicy[B]):
@@ -56,4 +58,6 @@ def policy_named(name: str, window: NextUse, *, disk: bool = False) -> EvictionP
         return FifoPolicy()
     if name == "none":  # what the device keeps leaves as in SGLang
         name = "lru"
-    return QueueByAge(window) if disk and name == "queue" else make_policy(name, window)
+    if disk and name in ("queue", LEARNED):
+        return QueueByAge(window)
+    return LearnedPolicy(Pauses(), window) if name == LEARNED else make_policy(name, window)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import POLICIES
+from sglang_hc.policy.learned import LEARNED
 from sglang_hc.queue.lookahead import EVICTION_STRETCH
 from sglang_hc.tools.simulator.clairvoyant import BeladyPolicy, Oracle, replay
 from sglang_hc.tools.simulator.costs import ATTENTIONSTORE_MACHINE, AnyMachine, GpuCosts
@@ -19,7 +20,7 @@ from sglang_hc.tools.simulator.models import SimulatedModel
 from sglang_hc.tools.simulator.tiers import TieredCache, TierSizes, admission_of
 from sglang_hc.tools.workloads.sessions import Workload
 
-SIMULATED_POLICIES = (*POLICIES, "fifo", "belady", "none")
+SIMULATED_POLICIES = (*POLICIES, LEARNED, "fifo", "belady", "none")
 AT_TURN = "at-turn"
 
 Progress = Callable[[int], None]
@@ -30,9 +31,10 @@ class Setup:
     """A server and its load.
 
     policy: one of SIMULATED_POLICIES. write: as `--hc-write`. prefetch: None for the policy's own,
-    queue for `queue` and `belady`, at-turn for the others (AttentionStore section 4.3.3). stretch:
+    at-turn for `lru` and `fifo` (AttentionStore section 4.3.3), queue for the others. stretch:
     eviction window over the paper's. Sizes in bytes. device: for idle state. kv_tokens: of a KV
     pool that running requests and idle state share, in its place; None for room for whatever runs.
+    hold: seconds for which the client of each answer pins it in host memory; None for no pins.
     """
 
     workload: Workload
@@ -47,10 +49,11 @@ class Setup:
     serving: Serving = field(default_factory=Serving)
     stretch: float = EVICTION_STRETCH
     kv_tokens: int | None = None
+    hold: float | None = None
 
     @property
     def prefetch_mode(self) -> str:
-        return self.prefetch or ("queue" if self.policy in ("queue", "belady") else AT_TURN)
+        return self.prefetch or (AT_TURN if self.policy in ("lru", "fifo", "none") else "queue")
 
     @property
     def sizes(self) -> TierSizes:
@@ -150,6 +153,7 @@ def _live(
         prefetch=setup.prefetch_mode,
         stretch=setup.stretch,
         admission=admission_of(setup.write, setup.model.slot_bytes),
+        hold=setup.hold,
     )
     engine = Engine(
         setup.workload,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, takewhile
@@ -11,9 +12,17 @@ from typing import Any
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.eviction import Block, EvictionPolicy, IsProtected
+from sglang_hc.policy.eviction import (
+    Block,
+    EvictionPolicy,
+    IsProtected,
+    make_policy,
+)
+from sglang_hc.policy.learned import LearnedPolicy
+from sglang_hc.policy.pins import PinLimitError, SessionPins
 from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.writing import WriteAdmission, WriteRule
+from sglang_hc.queue.away import AwaySessions
 from sglang_hc.queue.fetch_costs import Missing
 from sglang_hc.queue.lookahead import EVICTION_STRETCH, LookAhead
 from sglang_hc.queue.meeting import Meetings, Step, TailReads
@@ -91,6 +100,7 @@ class TieredCache:
         stretch: float = EVICTION_STRETCH,
         policies: Policies | None = None,
         admission: WriteAdmission | None = None,
+        hold: float | None = None,
     ) -> None:
         self.window = LookAhead()
         self.jobs: dict[int, Job] = {}
@@ -101,12 +111,18 @@ class TieredCache:
 
         # The server's disk orders by age outside the window (store/disk/eviction.py).
         on_disk = policies or partial(policy_named, policy, self.window, disk=True)
+        self._hold = hold
+        self._pins = None if hold is None else SessionPins.sized_for(sizes.host)
         in_memory = policies or partial(policy_named, policy, self.window)
 
-        def nodes(slots: int) -> HostTier | None:
-            return HostTier(BlockTree(FINGERPRINT), slots, in_memory()) if slots else None
+        def nodes(slots: int, policy: EvictionPolicy[Any]) -> HostTier | None:
+            return HostTier(BlockTree(FINGERPRINT), slots, policy) if slots else None
 
-        self.host, self.device = nodes(sizes.host), nodes(sizes.device)
+        self.away: AwaySessions | None = None
+        kept = in_memory() if self._pins is None else make_policy(policy, self.window, self._pins)
+        self.host, self.device = nodes(sizes.host, kept), nodes(sizes.device, in_memory())
+        if self.host is not None and isinstance(kept, LearnedPolicy):
+            self.away = AwaySessions(kept.pauses, kept, self.host.tree, lambda: self._now)
         self.pool = KvPool(self.device) if sizes.shared and self.device is not None else None
         self.in_host = self.host.has if self.host is not None else lambda block_id: False
         self.disk = SimulatedDisk(sizes.disk, on_disk()) if sizes.disk else None
@@ -135,6 +151,9 @@ class TieredCache:
 
     def arrive(self, job: Job) -> None:
         self.jobs[job.number] = job
+        if self.away is not None:
+            self._pass(job.arrived)
+            self.away.came(job.number, job.needs)
         self.prefetcher.arrived(job.number)
 
     def look_ahead(self, queue: Sequence[int]) -> None:
@@ -143,7 +162,7 @@ class TieredCache:
 
     def prefetch(self, now: float) -> None:
         """The fetches of a pass, into staged slots; see `take_started`."""
-        self._now = now
+        self._pass(now)
         self.prefetcher.fetch()
 
     def ready(self, number: int, now: float) -> bool:
@@ -173,6 +192,8 @@ class TieredCache:
         self.meetings.end(number)
         self.prefetcher.cancel(number)
         del self.jobs[number]
+        if self.away is not None:
+            self.away.gone(number)
 
     # What the prefetcher asks (fetch_costs.Below)
 
@@ -262,7 +283,7 @@ class TieredCache:
 
     def admit(self, job: Job, found: Found, now: float, *, load: bool) -> None:
         """The request starts. `load`: its blocks on disk are read now, through the host tier."""
-        self._now = now
+        self._pass(now)
         if self.device is not None:
             self.device.access(found.device_nodes, now)
         if self.host is not None:
@@ -294,6 +315,7 @@ class TieredCache:
 
     def finish(self, job: Job, kept: bytes, chain: list[bytes], now: float) -> None:
         """The request ends; `kept` (blocks `chain`) is on the device and goes below."""
+        self._pass(now)
         del self.jobs[job.number]
         self.prefetcher.finished(job.number, len(chain))
         self._seen.update(chain)
@@ -309,6 +331,19 @@ class TieredCache:
         if self.host is not None:
             _store(self.host, kept, now)
         self.meetings.end(job.number)
+        if self.away is not None:
+            self.away.answered(job.number, Prefix(None, kept), job.prompt_tokens, job.calls)
+        if self._pins is not None and self._hold is not None:
+            with suppress(PinLimitError):
+                self._pins.pin(None, str(job.session), chain, self._hold, now)
+
+    def _pass(self, now: float) -> None:
+        """So much time has passed."""
+        self._now = now
+        if self.away is not None:
+            self.away.upkeep()
+        if self._pins is not None:
+            self._pins.expire(now)
 
     def _write(self, disk: SimulatedDisk, chain: list[bytes], now: float) -> None:
         """A path was used: write what is not on disk, as the server does (store/lower_tier.py)."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
@@ -46,17 +47,19 @@ class Event(_Named, total=False):
     restored: Count
     disk: Count
     events: Count
+    tool: Count
 
 
 class Request(NamedTuple):
     """One request of a record. prompt: its blocks. answer: packed. Times in seconds: first: of its
-    first token, None for one that left without; ended: when it was over."""
+    first token, None for one that left without; ended: when it was over. calls: see `Turn`."""
 
     arrived: float
     first: float | None
     ended: float
     prompt: tuple[Ids, ...]
     answer: bytes
+    calls: str = ""
 
     @property
     def tokens(self) -> bytes:
@@ -198,7 +201,8 @@ def _requests(events: Iterable[dict[str, Any]]) -> list[Request]:
                 answer = computed[sum(len(block.packed) for block in prompt) :]
             first = answered.pop(event["req"], None)
             if prompt:
-                requests.append(Request(at, first, event["t"], prompt, answer))
+                calls = f"tool {event['tool']}" if "tool" in event else ""
+                requests.append(Request(at, first, event["t"], prompt, answer, calls))
     return requests
 
 
@@ -241,10 +245,10 @@ def session_of(turns: Sequence[Request]) -> Session:
     """The first one arrives at its time, the others as long after the answer as they did."""
     made, before = [], None
     for request in turns:
+        turn = Turn(request.prompt, Ids(request.answer), calls=request.calls)
         if before is None:
-            made.append(Turn(request.prompt, Ids(request.answer), at=request.arrived))
+            made.append(replace(turn, at=request.arrived))
         else:
-            think = request.arrived - before.ended
-            made.append(Turn(request.prompt, Ids(request.answer), think))
+            made.append(replace(turn, think=request.arrived - before.ended))
         before = request
     return Session(turns[0].arrived, tuple(made), whole=True)

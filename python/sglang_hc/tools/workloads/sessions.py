@@ -53,7 +53,8 @@ class Turn:
     said: new tokens, appended to the conversation; with `Session.whole` the entire prompt. answer:
     what the model answers. at: earliest arrival in seconds on the load's clock; None for "when the
     turn before has been answered". think: seconds between that answer and this turn. label: what a
-    report counts it under. measured: False for a request that only fills caches.
+    report counts it under. measured: False for a request that only fills caches. calls: the tool
+    that the answer calls, whose result the next turn brings; empty for none.
     """
 
     said: tuple[Said, ...]
@@ -62,6 +63,7 @@ class Turn:
     at: float | None = None
     label: str = ""
     measured: bool = True
+    calls: str = ""
 
     @property
     def new_tokens(self) -> int:

@@ -1,0 +1,81 @@
+"""The sessions of requests: who goes on with which, and what they leave in a tier."""
+
+from __future__ import annotations
+
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.learned import LearnedPolicy
+from sglang_hc.policy.pauses import Pauses, bucket_of
+from sglang_hc.queue.away import AwaySessions
+from sglang_hc.queue.lookahead import LookAhead
+from sglang_hc.queue.requests import Serial
+from sglang_hc.tree.identity import Prefix, pack_tokens
+from support.clock import Clock
+from support.host import host_tier, keep
+
+
+class World:
+    """A host tier that keeps whole answers; requests are lists of token ids."""
+
+    def __init__(self) -> None:
+        self.clock = Clock(0.0)
+        self.policy: LearnedPolicy = LearnedPolicy(Pauses(), LookAhead())
+        self.tier = host_tier(64, self.policy)
+        self.away = AwaySessions(self.policy.pauses, self.policy, self.tier.tree, self.clock)
+        self.served = 0
+
+    def serve(
+        self, prompt: list[int], answer: list[int], tool: str = "", namespace: str | None = None
+    ) -> None:
+        request, self.served = Serial(self.served), self.served + 1
+        asked = Prefix(namespace, pack_tokens(prompt))
+        kept = Prefix(namespace, pack_tokens(prompt + answer))
+        self.away.came(request, self.tier.tree.identities(asked))
+        keep(self.tier, kept.tokens, namespace, self.clock.now)
+        self.away.answered(request, kept, len(prompt), tool)
+        self.away.gone(request)
+        self.away.pauses.check_integrity()
+        self.policy.check_integrity()
+
+    @property
+    def kinds(self) -> list[tuple[str | None, str, int]]:
+        """Of the sessions that are away."""
+        return [tuple(session.kind) for session in self.away.pauses.sessions if session.kind]
+
+
+def tokens(start: int, count: int) -> list[int]:
+    return list(range(start, start + count))
+
+
+def test_a_session_goes_on_with_its_history_and_with_its_prompt_alone():
+    world = World()
+    first, answer = tokens(0, 200), tokens(1000, 100)
+    world.serve(first, answer, "read")
+    world.serve(first + answer + tokens(2000, 70), tokens(3000, 70), "build")
+    assert world.kinds == [(None, "build", 2)]
+    said = first + answer + tokens(2000, 70)
+    world.serve(said + tokens(4000, 100), tokens(5000, 3))
+    assert world.kinds == [(None, "", 3)], "the reply was sent back in other words"
+    assert world.away.pauses.returned == 2
+
+
+def test_a_namespace_has_sessions_of_its_own():
+    world = World()
+    world.serve(tokens(0, 200), [7], "read", "a")
+    world.serve(tokens(0, 300), [7], "read", "b")
+    (one, *_), (other, *_) = world.kinds
+    assert one != other and world.away.pauses.returned == 0
+
+
+def test_what_is_less_than_a_block_is_no_session():
+    world = World()
+    world.serve(tokens(0, BLOCK_TOKENS - 2), [7])
+    assert not world.kinds
+
+
+def test_the_time_away_is_that_of_the_clock():
+    world = World()
+    world.serve(tokens(0, 200), [7], "read")
+    world.clock.pass_time(30.0)
+    world.away.upkeep()
+    (session,) = world.away.pauses.sessions
+    assert session.bucket == bucket_of(30.0)
