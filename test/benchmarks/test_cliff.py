@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -56,7 +57,7 @@ def test_users_are_in_the_midst_of_the_same_conversations(
 @given(st.floats(0.01, 1e4))
 def test_the_sweep_doubles_until_it_is_past_the_pool(most: float) -> None:
     users = cliff.doubled(most)
-    assert users[0] == 1 and all(b == 2 * a for a, b in zip(users, users[1:], strict=False))
+    assert users[0] == 1 and all(b == 2 * a for a, b in itertools.pairwise(users))
     assert users[-1] >= most and (len(users) == 1 or users[-2] < most)
 
 
