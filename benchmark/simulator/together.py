@@ -28,10 +28,10 @@ from sglang_hc.tools.simulator.engine import Serving
 from sglang_hc.tools.simulator.models import load_model
 from sglang_hc.tools.simulator.run import Setup, simulate
 
-MODELS = {"llama-13b": (1024, 4096), "llama-70b": (4096, 16384)}
+MODELS = {"llama-13b": (1024, 4096), "llama-70b": (4096,)}
 """Histories in tokens: 13B has K and V of all heads, 70B grouped queries on four GPUs."""
 
-AT_ONCE = (1, 2, 4, 8)
+AT_ONCE = (2, 4, 8)
 REST = 64
 USERS, TURNS, SYSTEM, INPUT, OUTPUT = 64, 6, 3072, 128, 64
 POOL_SHARE = 4
