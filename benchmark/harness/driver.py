@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmark.harness.client import Client, Reply, RequestFailed
 from benchmark.harness.workload import History
@@ -64,6 +65,13 @@ class Record:
         }
 
 
+class Window(NamedTuple):
+    """tokens: those that came in these seconds, also of requests that ended later or never."""
+
+    seconds: float
+    tokens: int
+
+
 @dataclass
 class Run:
     """All records of one workload on one server, in order of their start, and the whole duration.
@@ -73,7 +81,7 @@ class Run:
     """
 
     records: list[Record] = field(default_factory=list)
-    window_s: float | None = None
+    window: Window | None = None
 
     @property
     def measured(self) -> list[Record]:
@@ -88,8 +96,8 @@ class Run:
         done = self.measured
         if not done:
             return 0.0
-        if self.window_s is not None:
-            return self.window_s
+        if self.window is not None:
+            return self.window.seconds
         return max(r.start_s + r.reply.latency_s for r in done) - min(r.start_s for r in done)
 
     def outputs(self) -> dict[tuple[int, int], Record]:
@@ -113,6 +121,7 @@ class _Drive:
         self._all_answered, self._somebody_idle = asyncio.Event(), asyncio.Event()
         self._histories = [History(session) for session in workload.sessions]
         self._broken: set[int] = set()
+        self._asked: list[Record] = []
         self.run = Run()
 
     async def whole_sessions(self) -> None:
@@ -132,8 +141,9 @@ class _Drive:
             work.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await work
-        end = self._now()
-        self.run.window_s = min(seconds, end - begin)
+        end = min(begin + seconds, self._now())
+        came = sum(begin <= at <= end for one in self._asked for at in _token_times(one))
+        self.run.window = Window(end - begin, came)
         for record in self.run.records:
             record.measured &= begin <= record.start_s + record.reply.latency_s <= end
 
@@ -180,7 +190,8 @@ class _Drive:
         else:
             history.ask(turn)
             try:
-                record.reply = await self._client.ask(history, max(1, turn.answer.length))
+                self._asked.append(record)
+                await self._client.ask(history, max(1, turn.answer.length), record.reply)
                 history.answer(record.reply.ids)
             except RequestFailed as error:
                 record.error = str(error)
@@ -193,6 +204,14 @@ class _Drive:
 
     async def _until(self, at_s: float, since_s: float = 0.0) -> None:
         await asyncio.sleep(since_s + at_s * self._pace.time_scale - self._now())
+
+
+def _token_times(record: Record) -> Iterator[float]:
+    """When the tokens of a reply came, in seconds since the run began."""
+    reply = record.reply
+    if not reply.tokens:
+        return iter(())
+    return itertools.accumulate(reply.itl_s, initial=record.start_s + reply.ttft_s)
 
 
 async def drive(
