@@ -42,7 +42,7 @@ _QUICK = {
     "system_len": 320,
     "input_len": 32,
     "output_len": 24,
-    "window": 12.0,
+    "window": 10.0,
     "max_total_tokens": 2048,
     "host_size_gb": 2.0,
     "server_args": "--dtype float32",
