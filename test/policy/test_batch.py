@@ -90,6 +90,15 @@ def test_where_nothing_is_shared_each_is_as_it_is_alone(cost, stored, chosen) ->
     assert shared(cost, stored, loads[:1], new[:1]) == alone[:1]
 
 
+@given(machines, plans, st.lists(spans, min_size=2, max_size=4), st.integers(0, 6))
+def test_a_request_may_have_several_restorations_or_none(cost, stored, chosen, known) -> None:
+    """Parts of a history that were restored ahead leave others; a refusal leaves nothing."""
+    loads, new = drawn(cost, stored, chosen)
+    way = shared(cost, stored, loads, (new * 2)[:known])
+    assert len(way) == len(loads)
+    assert all(stored.recompute <= layers < stored.num_layers for layers in way)
+
+
 def test_shorter_histories_are_recomputed_before_longer_ones() -> None:
     """Their attention costs less for each token that is not copied."""
     stored = LayerPlan(0, 0, SHAPE.num_layers)

@@ -44,7 +44,7 @@ def shared(
     cost: CostModel, stored: LayerPlan, loads: Sequence[Load], new: Sequence[tuple[int, int]]
 ) -> Way:
     """The way by which the batch is through first. new: (tokens, context) of the prompts' rests,
-    which run in the same pass.
+    which run in the same pass; of each in the order of the loads, as far as they are known.
 
     Never later, as modelled, than if each were restored as if it were alone, or as if it had the
     link behind those before it. Where one thread copies and computes nothing is shared; and where
@@ -63,8 +63,9 @@ def first_come(
     cost: CostModel, stored: LayerPlan, loads: Sequence[Load], new: Sequence[tuple[int, int]]
 ) -> Way:
     """Each takes what is best for it when the copies of those before it go first."""
+    rests = [*(tokens for tokens, _ in new), *[0] * len(loads)]
     way, busy = [], 0.0
-    for load, (rest, _) in zip(loads, new, strict=False):
+    for load, rest in zip(loads, rests, strict=False):
         times = cost.layer_times(HOST, load.tokens, context=load.context, new=rest, start=busy)
         layers = best_prefix(times, stored)[1]
         kv = min(stored.kv, stored.num_layers - layers)
