@@ -74,6 +74,8 @@ def _cliff(result: dict[str, Any], axes: Any) -> None:
     holds = settings["pool_tokens"] / settings["conversation_tokens"]
     axes.axvline(holds, color="#999999", linestyle="--")
     axes.set_xscale("log", base=2)
+    values = [point["value"] for point in result["points"]]
+    axes.set_xticks(values, [f"{value:g}" for value in values])
     axes.set_ylabel("output tokens/s")
 
 
