@@ -16,6 +16,7 @@ EXPERIMENTS: dict[str, str] = {
     # name of a module here, with `-` for `_`, that has configure(parser) and run(args); its help
     "multi-turn": "chats whose history fell off the device: TTFT by turn, outputs compared",
     "long-context": "questions about long documents seen before, by Zipf skew from 0 to 2",
+    "cliff": "more and more conversations at once: throughput past what the KV pool holds",
     "overhead": "no reuse at all: what the tier costs when it cannot help",
 }
 

@@ -13,9 +13,10 @@ A table stands between two comments; FILE is in benchmark/results, NAME one of t
 Results of `python -m benchmark` have: about (machine, commit, command), overview (one row for
 every arm of a chat), short (the same as a sentence), screen (the same as the demo prints it),
 groups (TTFT by turn or label), summary, ratios, costs (the ratios as a sentence), agreement,
-disagreements, gain, losses, varied. Results of benchmark/hooks have hooks and hooks-queue,
-those of compare_fio fio, those of throttled.py sources. Other result files bring their own tables,
-beside about: {"tables": {NAME: {"columns": [...], "rows": [[...], ...]}}}.
+disagreements, gain, losses, varied; those of `cliff` cliff and cliff-short. Results of
+benchmark/hooks have hooks and hooks-queue, those of compare_fio fio, those of throttled.py sources.
+Other result files bring their own tables, beside about:
+{"tables": {NAME: {"columns": [...], "rows": [[...], ...]}}}.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if not __package__:  # run by its path
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmark import ROOT
-from benchmark.harness import report, screen
+from benchmark.harness import cliff_report, report, screen
 
 _MARK = re.compile(
     r"(<!-- table: (?P<file>\S+) (?P<name>[^\s:]+)(?:: (?P<columns>[^\n]+))? -->\n)"
@@ -175,6 +176,8 @@ OF_A_CHAT: dict[str, Callable[[dict[str, Any]], str]] = {
     "agreement": _of(report.agreement_table),
     "disagreements": _of(report.disagreement_table),
     "gain": _of(report.gain_table),
+    "cliff": _of(cliff_report.table),
+    "cliff-short": cliff_report.sentence,
     "losses": lambda result: _bullets(report.loss_lines(result)),
     "varied": lambda result: _bullets(report.varied_lines(result)),
 }

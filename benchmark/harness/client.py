@@ -89,10 +89,11 @@ class Client:
         if self._http is not None:
             await self._http.close()
 
-    async def ask(self, history: History, output_len: int) -> Reply:
-        """One streaming request. Raises RequestFailed; a timeout is one."""
+    async def ask(self, history: History, output_len: int, reply: Reply | None = None) -> Reply:
+        """One streaming request. Raises RequestFailed; a timeout is one. reply: is filled as it
+        comes; who gives up has what came."""
         assert self._http is not None
-        reply = Reply()
+        reply = Reply() if reply is None else reply
         begun = last = time.perf_counter()
         try:
             body = _body(history, output_len)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmark.harness.client import Client, Reply, RequestFailed
 from benchmark.harness.workload import History
@@ -19,12 +21,16 @@ class Pace:
 
     max_parallel: sessions in flight at once, None for no limit. round_barrier: turn n+1 of any
     session starts after turn n of all; then arrival times spread the requests of every round and
-    think time is not applied. time_scale: workload seconds to real seconds.
+    think time is not applied. time_scale: workload seconds to real seconds. window_s: what ends in
+    so many real seconds is measured; they begin when everybody of those that begin at once has an
+    answer, and are over sooner when somebody has nothing left to ask. What then still runs is given
+    up. None for whole sessions, all of them.
     """
 
     max_parallel: int | None = None
     round_barrier: bool = False
     time_scale: float = 1.0
+    window_s: float | None = None
 
 
 @dataclass
@@ -59,14 +65,23 @@ class Record:
         }
 
 
+class Window(NamedTuple):
+    """tokens: those that came in these seconds, also of requests that ended later or never."""
+
+    seconds: float
+    tokens: int
+
+
 @dataclass
 class Run:
     """All records of one workload on one server, in order of their start, and the whole duration.
 
-    duration_s covers the measured requests only: first start to last token.
+    duration_s covers the measured requests only: first start to last token, or the window in which
+    they ended.
     """
 
     records: list[Record] = field(default_factory=list)
+    window: Window | None = None
 
     @property
     def measured(self) -> list[Record]:
@@ -81,6 +96,8 @@ class Run:
         done = self.measured
         if not done:
             return 0.0
+        if self.window is not None:
+            return self.window.seconds
         return max(r.start_s + r.reply.latency_s for r in done) - min(r.start_s for r in done)
 
     def outputs(self) -> dict[tuple[int, int], Record]:
@@ -99,12 +116,36 @@ class _Drive:
         self._begun = time.perf_counter()
         limit = pace.max_parallel or len(workload.sessions)
         self._slots = asyncio.Semaphore(max(1, limit))
+        self._first = set(range(min(limit, len(workload.sessions))))
+        self._waiting = len(workload.sessions)
+        self._all_answered, self._somebody_idle = asyncio.Event(), asyncio.Event()
         self._histories = [History(session) for session in workload.sessions]
         self._broken: set[int] = set()
+        self._asked: list[Record] = []
         self.run = Run()
 
     async def whole_sessions(self) -> None:
         await asyncio.gather(*(self._session(i) for i in range(len(self._workload.sessions))))
+
+    async def window(self, seconds: float) -> None:
+        """Sessions in a steady state: the requests that end in it are measured."""
+        work = asyncio.create_task(self.whole_sessions())
+        work.add_done_callback(lambda _: self._all_answered.set())
+        work.add_done_callback(lambda _: self._somebody_idle.set())
+        try:
+            await self._all_answered.wait()
+            begin = self._now()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._somebody_idle.wait(), seconds)
+        finally:
+            work.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+        end = min(begin + seconds, self._now())
+        came = sum(begin <= at <= end for one in self._asked for at in _token_times(one))
+        self.run.window = Window(end - begin, came)
+        for record in self.run.records:
+            record.measured &= begin <= record.start_s + record.reply.latency_s <= end
 
     async def rounds(self) -> None:
         depth = max(len(session.turns) for session in self._workload.sessions)
@@ -122,11 +163,17 @@ class _Drive:
         session = self._workload.sessions[index]
         await self._until(session.arrival)
         async with self._slots:
+            self._waiting -= 1
             for turn, asked in enumerate(session.turns):
                 await asyncio.sleep(asked.think * self._pace.time_scale)
                 if asked.at is not None:
                     await self._until(asked.at)
                 await self._ask(session, index, turn)
+                self._first.discard(index)
+                if not self._first:
+                    self._all_answered.set()
+            if not self._waiting:
+                self._somebody_idle.set()
 
     async def _round_turn(self, at: float, index: int, turn: int) -> None:
         session = self._workload.sessions[index]
@@ -143,7 +190,8 @@ class _Drive:
         else:
             history.ask(turn)
             try:
-                record.reply = await self._client.ask(history, max(1, turn.answer.length))
+                self._asked.append(record)
+                await self._client.ask(history, max(1, turn.answer.length), record.reply)
                 history.answer(record.reply.ids)
             except RequestFailed as error:
                 record.error = str(error)
@@ -158,6 +206,14 @@ class _Drive:
         await asyncio.sleep(since_s + at_s * self._pace.time_scale - self._now())
 
 
+def _token_times(record: Record) -> Iterator[float]:
+    """When the tokens of a reply came, in seconds since the run began."""
+    reply = record.reply
+    if not reply.tokens:
+        return iter(())
+    return itertools.accumulate(reply.itl_s, initial=record.start_s + reply.ttft_s)
+
+
 async def drive(
     client: Client, workload: Workload, pace: Pace, progress: Callable[[], object] = lambda: None
 ) -> Run:
@@ -167,6 +223,9 @@ async def drive(
     once for every request that ended.
     """
     work = _Drive(client, workload, pace, progress)
-    await (work.rounds() if pace.round_barrier else work.whole_sessions())
+    if pace.window_s is not None:
+        await work.window(pace.window_s)
+    else:
+        await (work.rounds() if pace.round_barrier else work.whole_sessions())
     work.run.records.sort(key=lambda record: (record.start_s, record.session))
     return work.run

@@ -83,7 +83,9 @@ def _finder(points: Sequence[Point]) -> Any:
 def _check_answers(cells: Sequence[Cell]) -> None:
     for cell in cells:
         if not cell.run.measured:
-            reason = cell.run.failed[0].error if cell.run.failed else "nothing was sent"
+            reason = "no reply ended in time, give a longer --window"
+            if not cell.run.records or cell.run.failed:
+                reason = cell.run.failed[0].error if cell.run.failed else "nothing was sent"
             raise UsageError(f"arm {cell.arm}, {cell.point}: no request succeeded ({reason})")
 
 

@@ -76,7 +76,8 @@ def _hit_rate(records: Sequence[Record]) -> float:
 def summary(run: Run, rate: float) -> dict[str, Any]:
     """Totals under the names of SGLang's bench_multiturn; ours are added (tbt, p95, hits, failed).
 
-    Times in seconds, throughput in tokens or requests per second over the measured duration.
+    Times in seconds, throughput in tokens or requests per second over the measured duration. In a
+    window all tokens of replies count that came in it.
     """
     records = run.measured
     seconds = run.duration_s or float("inf")
@@ -92,7 +93,7 @@ def summary(run: Run, rate: float) -> dict[str, Any]:
         **_stats("latency", [record.reply.latency_s for record in records]),
         **_stats("tbt", _tbts(records)),
         "input_token_throughput": sum(prompt) / seconds,
-        "output_token_throughput": sum(output) / seconds,
+        "output_token_throughput": (run.window.tokens if run.window else sum(output)) / seconds,
         "throughput": len(records) / seconds,
         "cache_hit_rate": _hit_rate(records),
         "hits": hits_by_tier(records),

@@ -210,6 +210,11 @@ def _model_of(url: str) -> str:
     return str(found)
 
 
+def server_info(url: str) -> dict[str, Any]:
+    """What the running server of a --base-url says of itself. Raises UsageError."""
+    return _get(url, "/server_info")
+
+
 def _get(url: str, path: str) -> dict[str, Any]:
     """JSON object of a route; empty when the server lacks it. Raises UsageError."""
     try:

@@ -25,6 +25,8 @@ def draw(result: dict[str, Any], cells: Sequence[Cell], output: Path) -> list[Pa
     numbers = {point["value"] for point in result["points"]} - {None}
     if len(numbers) > 1:
         drawn.append(_save(output / "ttft_by_value.png", lambda ax: _by_value(result, ax)))
+    if result["experiment"] == "cliff":
+        drawn.append(_save(output / "cliff.png", lambda ax: _cliff(result, ax)))
     if len({name for run in result["runs"] for name in run["groups"]}) > 1:
         drawn.append(_save(output / "ttft_by_group.png", lambda ax: _by_group(result, ax)))
     gains = report.gains(result) if result["experiment"] == "long-context" else []
@@ -50,12 +52,12 @@ def _arms(result: dict[str, Any]) -> list[tuple[str, str]]:
     return [(arm["name"], _COLOURS[i % len(_COLOURS)]) for i, arm in enumerate(result["arms"])]
 
 
-def _by_value(result: dict[str, Any], axes: Any) -> None:
+def _by_value(result: dict[str, Any], axes: Any, of: str = "median_ttft") -> None:
     for arm, colour in _arms(result):
         points: dict[float, list[float]] = {}
         for run in result["runs"]:
             if run["arm"] == arm and run["value"] is not None:
-                points.setdefault(run["value"], []).append(run["summary"]["median_ttft"])
+                points.setdefault(run["value"], []).append(run["summary"][of])
         values = sorted(points)
         middle = [float(np.median(points[value])) for value in values]
         axes.plot(values, middle, marker="o", color=colour, label=arm)
@@ -63,6 +65,18 @@ def _by_value(result: dict[str, Any], axes: Any) -> None:
     axes.set_ylabel("median TTFT (s)")
     axes.set_ylim(bottom=0)
     axes.legend()
+
+
+def _cliff(result: dict[str, Any], axes: Any) -> None:
+    """Throughput by conversations, with a line where the KV pool is full."""
+    _by_value(result, axes, "output_token_throughput")
+    settings = result["settings"]
+    holds = settings["pool_tokens"] / settings["conversation_tokens"]
+    axes.axvline(holds, color="#999999", linestyle="--")
+    axes.set_xscale("log", base=2)
+    values = [point["value"] for point in result["points"]]
+    axes.set_xticks(values, [f"{value:g}" for value in values])
+    axes.set_ylabel("output tokens/s")
 
 
 def _by_group(result: dict[str, Any], axes: Any) -> None:

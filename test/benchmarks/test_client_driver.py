@@ -136,3 +136,20 @@ def test_a_request_timeout_is_a_failure(fake_server: Start) -> None:
 
     with pytest.raises(RequestFailed):
         asyncio.run(ask())
+
+
+def test_a_window_measures_what_ends_in_it_and_gives_up_the_rest(fake_server: Start) -> None:
+    """Four of seven users talk at once; nothing counts before each of them has an answer, or after
+    one of them has nothing left to ask."""
+    run = send(fake_server().url, chat(7, 3), Pace(4, window_s=60.0))
+    assert not run.failed and len(run.records) <= 7 * 3
+    ends = {(r.session, r.turn): r.start_s + r.reply.latency_s for r in run.records}
+    begin = max(ends[session, 0] for session in range(4))
+    assert run.measured and run.window is not None and run.window.seconds < 60
+    for record in run.measured:
+        assert begin <= ends[record.session, record.turn] <= begin + run.window.seconds + 0.01
+    assert run.duration_s == run.window.seconds
+    came = run.window.tokens
+    assert 0 < came < sum(record.reply.tokens for record in run.records)
+    cut = send(fake_server().url, chat(400, 3), Pace(4, window_s=0.05))
+    assert cut.duration_s == pytest.approx(0.05) and len(cut.records) < 1200

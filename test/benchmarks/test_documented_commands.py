@@ -25,7 +25,7 @@ PAGES = sorted(
 )  # fmt: skip
 ENGINE_SCRIPTS = (
     *(f"benchmark.restore.{name}" for name in ("run", "drift", "capture")),
-    *(f"benchmark.gpu.{name}" for name in ("multi_turn", "overhead", "smoke")),
+    *(f"benchmark.gpu.{name}" for name in ("cliff", "multi_turn", "overhead", "smoke")),
     "benchmark.__main__",
 )
 COMMAND = re.compile(

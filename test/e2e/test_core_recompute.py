@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from support.core import Core, run_in_child
+from support.profiles import cost_model, write
 from support.prompts import SMALL, prompt
 
 PLAN = "recompute:1,hidden:1,kv:2"
@@ -27,6 +29,8 @@ def watch(core: Core, counts: list[int] | None = None) -> Counter:
     tiers, seen = core.tree.tiers, Counter()
     restorer, recomputer = tiers.restorer, tiers.restorer.path.recomputer
     queued: list[Any] = []
+    if counts:
+        restorer.planner.share = lambda loads: tuple(load.recompute for load in loads)
     queue, start, run = restorer.queue, restorer.start, recomputer.forward_pass
 
     def queue_restore(restoration: Any, release: Any) -> None:
@@ -213,6 +217,50 @@ def spoiled(how: str) -> tuple[Any, ...]:
         table = core.scheduler.req_to_token_pool.req_to_token
         return "raised", bool((table[0] == 0).all())
     return wanted == found, error(originals, core.kv(history, "evicted"))
+
+
+SHARED = cost_model(host=1e-4, project=1e-9, prefill=1.2e-4, hidden_share=1.0)
+"""A restoration recomputes one layer if it is alone; of several some recompute all but one."""
+
+
+def together(profile: str) -> tuple[bool, float, list[tuple[Any, Any]]]:
+    """Three histories come back in one pass: whether the replies are those of histories that had
+    never left, the largest difference of K and V, and of each pass (recomputed alone, so)."""
+    flags = ("--max-total-tokens", "1024", "--chunked-prefill-size", "1024")
+    core = Core("--hc-forms", "kv", *SMALL, *flags, profile=profile)
+    core.believe_profile()
+    planner, passes = core.tree.tiers.restorer.planner, []
+    share = planner.share
+
+    def seen(loads: Any) -> Any:
+        way = share(loads)
+        passes.append((tuple(load.recompute for load in loads), way))
+        return way
+
+    planner.share = seen
+    replies: dict[str, list[list[int]]] = {"kept": [], "evicted": []}
+    rows: dict[str, list[Any]] = {"kept": [], "evicted": []}
+    for salt, said in replies.items():
+        talks = [prompt(30 + i, 130 + 40 * i) for i in range(3)]
+        talks = [[*talk, *core.ask(talk, 8, salt).tokens] for talk in talks]
+        if salt == "evicted":
+            core.push_out()
+        passes.clear()
+        rids = [core.submit([*talk, *prompt(40, 9)], 6, salt) for talk in talks]
+        core.run()
+        said += [core.reply(rid).tokens for rid in rids]
+        rows[salt] = [core.kv(talk, salt) for talk in talks]
+    core.settle()
+    off = max(error(a, b) for a, b in zip(rows["kept"], rows["evicted"], strict=True))
+    return replies["evicted"] == replies["kept"], off, passes
+
+
+@pytest.mark.slow
+def test_a_batch_decides_together_who_recomputes(models: None, tmp_path: Path) -> None:
+    same, off, passes = run_in_child(together, write(SHARED, tmp_path))
+    assert same and off <= 1e-5
+    (alone, way) = max(passes, key=lambda one: len(one[0]))
+    assert len(alone) >= 2 and way != alone and max(way) > max(alone)
 
 
 def test_layers_left_out_are_noticed(models: None) -> None:

@@ -55,15 +55,13 @@ class SimulatedMachine:
         self.costs = replace(profile)
         self._measured = profile
         self.counters: Counter[str] = Counter()
-        self.now = 0.0
         self._plan = plan
         self.true = true
         self._noise = noise
-        self._planner = RestorePlanner(self.costs, plan, recompute, self.counters, lambda: self.now)
+        self._planner = RestorePlanner(self.costs, plan, recompute, self.counters)
 
     def serve(self, history: int, new: int) -> RestorePlan:
         """A request with `history` tokens in host memory. The time that it takes is observed."""
-        self.now += 1e6  # the link is idle again
         plan = self._planner.choose(history, 0, new)
         if plan.tokens:
             self._planner.take(plan)

@@ -1,4 +1,4 @@
-"""The choice at admission: the policy's, with the link's bookings, counted once per request."""
+"""The choice at admission: the policy's, counted once per request."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hc.forms import LayerPlan
+from sglang_hc.policy.batch import Load, shared
 from sglang_hc.policy.correction import Resource
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.meeting import History, Span
 from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.restore_plan import Choice, Reason, plan_restore
-from support.clock import Clock
 from support.profiles import cost_model
 
 HOST, DISK, REMOTE = SourceTier.HOST, SourceTier.DISK, SourceTier.REMOTE
@@ -23,10 +23,9 @@ PLAN = LayerPlan(1, 2, 3)
 LINK = cost_model(host=1e-5, disk=1e-3, project=1e-6, prefill=1e-4)
 
 
-def choice(cost: CostModel | None, recompute: bool = True) -> tuple[RestorePlanner, Counter, Clock]:
+def choice(cost: CostModel | None, recompute: bool = True) -> tuple[RestorePlanner, Counter]:
     counters: Counter[str] = Counter()
-    clock = Clock()
-    return RestorePlanner(cost, PLAN, recompute, counters, clock), counters, clock
+    return RestorePlanner(cost, PLAN, recompute, counters), counters
 
 
 seconds = st.floats(0, 1e-3)
@@ -39,16 +38,11 @@ costs = st.builds(cost_model, seconds, seconds, seconds, seconds, st.floats(0.1,
     st.integers(0, 9000),
     st.integers(1, 999),
     st.booleans(),
-    st.booleans(),
 )
-def test_it_decides_as_the_policy_does(cost, tokens, context, new, recompute, busy) -> None:
-    chooser, counters, _ = choice(cost, recompute)
-    if busy:
-        chooser.take(chooser.choose(4096, 0, 1))
-        counters.clear()
+def test_it_decides_as_the_policy_does(cost, tokens, context, new, recompute) -> None:
+    chooser, counters = choice(cost, recompute)
     plan = plan_restore(
-        cost, PLAN, tokens, context=context, new=new, backlog=chooser.backlog,
-        allow_recompute=recompute,
+        cost, PLAN, tokens, context=context, new=new, allow_recompute=recompute
     )  # fmt: skip
     found = chooser.choose(tokens, context, new)
     if found.choice is Choice.TRY:
@@ -65,26 +59,8 @@ def test_it_decides_as_the_policy_does(cost, tokens, context, new, recompute, bu
     assert not counters, "asking counts nothing"
 
 
-def test_what_is_taken_keeps_the_link_busy_until_it_is_through() -> None:
-    chooser, _, clock = choice(LINK, recompute=False)
-    assert chooser.backlog == 0.0
-    first = chooser.choose(1000, 0, 10)
-    assert first.copy_seconds == pytest.approx(1000 * (2 * 0.5e-5 + 3 * 1e-5))
-    chooser.take(first)
-    assert chooser.backlog == pytest.approx(first.copy_seconds)
-    second = chooser.choose(500, 0, 10)
-    chooser.take(second)
-    assert chooser.backlog == pytest.approx(first.copy_seconds + second.copy_seconds)
-    clock.now += first.copy_seconds
-    assert chooser.backlog == pytest.approx(second.copy_seconds)
-    clock.now += 99.0
-    assert chooser.backlog == 0.0
-    chooser.take(second)
-    assert chooser.backlog == pytest.approx(second.copy_seconds)
-
-
 def test_layers_that_are_recomputed_do_not_use_the_link() -> None:
-    chooser, _, _ = choice(cost_model(host=1e-4, project=1e-9, prefill=6e-5))
+    chooser, _ = choice(cost_model(host=1e-4, project=1e-9, prefill=6e-5))
     chooser.take(chooser.choose(64, 0, 10))  # all HIDDEN layers are recomputed: one try
     found = chooser.choose(1000, 0, 10)
     assert found.choice is Choice.RECOMPUTE_MORE and found.recompute_layers > PLAN.recompute
@@ -93,41 +69,45 @@ def test_layers_that_are_recomputed_do_not_use_the_link() -> None:
     assert found.copy_seconds == pytest.approx(1000 * (hidden * 0.5e-4 + kv * 1e-4))
 
 
-def test_a_busy_link_ends_in_recomputation_and_is_counted() -> None:
-    chooser, counters, _ = choice(LINK, recompute=False)
-    choices = []
-    for _ in range(40):
-        found = chooser.choose(1000, 0, 10)
-        choices.append(found.choice)
-        if found.tokens:
-            chooser.take(found)
-        else:
-            chooser.refuse(found.reason)
-    loads = choices.count(Choice.LOAD)
-    assert set(choices[loads:]) == {Choice.REFUSE}, "load first, then refuse"
-    assert 1 < loads < 40
-    assert counters == {
-        "restore_decision_load": loads,
-        "restore_reason_as_stored": loads,
-        "restore_decision_refuse": 40 - loads,
-        "restore_reason_busy_link": 40 - loads,
-    }
+BALANCED = cost_model(host=1e-4, project=1e-9, prefill=1.2e-4, hidden_share=1.0)
+
+
+def test_restorations_of_a_pass_share_link_and_compute() -> None:
+    """Each alone would recompute some layers, and all together too many."""
+    counters, stored = Counter[str](), LayerPlan(0, 0, 6)
+    chooser = RestorePlanner(BALANCED, stored, True, counters)
+    plans = [chooser.choose(1000, 0, 10) for _ in range(4)]
+    for plan in plans:
+        chooser.take(plan)
+    alone = [plan.recompute_layers for plan in plans]
+    loads = [Load(1000, 0, layers) for layers in alone]
+    way = chooser.share(loads)
+    assert way == shared(BALANCED, stored, loads, [(10, 1000)] * 4) != tuple(alone)
+    assert counters["restore_decision_recompute_more"] == 4
+    assert chooser.share(loads[:1]) == tuple(alone[:1])
+
+
+def test_what_cannot_be_recomputed_or_is_not_weighed_stays_as_it_is() -> None:
+    loads = [Load(1000, 0, 1), Load(500, 64, 1)]
+    for chooser in (choice(None)[0], choice(BALANCED, recompute=False)[0]):
+        for load in loads:
+            chooser.take(chooser.choose(load.tokens, load.context, 10))
+        assert chooser.share(loads) == (1, 1)
 
 
 def test_an_unmeasured_machine_loads_everything_and_says_so() -> None:
-    chooser, counters, _ = choice(None)
+    chooser, counters = choice(None)
     found = chooser.choose(640, 64, 1)
     assert (found.tokens, found.recompute_layers) == (640, PLAN.recompute)
     chooser.take(found)
     assert counters == {"restore_decision_load": 1, "restore_reason_not_measured": 1}
-    assert chooser.backlog == 0.0
     assert chooser.saved_seconds(0, 64, 0, 1) == float("inf") and chooser.block_seconds(DISK) == 0.0
     assert chooser.token_seconds(DISK) == 8 * chooser.token_seconds(HOST)
 
 
 def test_what_the_look_at_the_queue_is_told_is_what_copies_of_all_stored_layers_take() -> None:
     model = cost_model(host=1e-6, disk=4e-6, project=1e-6, prefill=1e-3)
-    chooser, _, _ = choice(model)
+    chooser, _ = choice(model)
     layers = 2 * 0.5 + 3  # two of half the size, three of the whole
     assert chooser.token_seconds(HOST) == pytest.approx(layers * 1e-6)
     assert chooser.token_seconds(DISK) == pytest.approx(layers * 5e-6), "read, then copied"
@@ -137,7 +117,7 @@ def test_what_the_look_at_the_queue_is_told_is_what_copies_of_all_stored_layers_
 
 def test_disk_and_store_have_prices_of_their_own_and_the_store_the_one_that_was_seen() -> None:
     costs = cost_model(host=1e-6, disk=4e-6, project=1e-6, prefill=1e-4)
-    chooser = RestorePlanner(costs, PLAN, False, Counter(), Clock())
+    chooser = RestorePlanner(costs, PLAN, False, Counter())
     mixed = History(0, [Span(DISK, 2048), Span(REMOTE, 2048)], 0, 64)
     assert chooser.block_seconds(REMOTE) == 0.0 and chooser.split(mixed, 0, None) is None
     disk = chooser.block_seconds(DISK)
@@ -155,7 +135,7 @@ def test_disk_and_store_have_prices_of_their_own_and_the_store_the_one_that_was_
 def test_blocks_are_restored_as_they_come_only_where_they_can_be(may: bool) -> None:
     costs = cost_model(host=0.25, disk=0.25)
     plan, counts = LayerPlan(0, 0, 8), Counter[str]()
-    chooser = RestorePlanner(costs, plan, True, counts, Clock(), as_they_come=may)
+    chooser = RestorePlanner(costs, plan, True, counts, as_they_come=may)
     split = chooser.split(History(0, [Span(SourceTier.DISK, 4096)], 0, 64), 0, 64)
     assert split is not None and split.as_they_come == may
 
@@ -163,14 +143,14 @@ def test_blocks_are_restored_as_they_come_only_where_they_can_be(may: bool) -> N
 def test_a_disk_of_unknown_speed_is_taken_for_no_slower_than_time_allows() -> None:
     model = cost_model(host=1e-6, project=1e-6, prefill=1e-3)
     copies = {SourceTier.HOST: model.copies[SourceTier.HOST]}
-    chooser, _, _ = choice(dataclasses.replace(model, copies=copies))
+    chooser, _ = choice(dataclasses.replace(model, copies=copies))
     assert chooser.block_seconds(DISK) == 0.0
     assert chooser.token_seconds(DISK) == 8 * chooser.token_seconds(HOST)
 
 
 def test_reading_what_would_not_be_restored_saves_nothing() -> None:
-    slow_link, _, _ = choice(cost_model(host=1e-2, disk=1e-2, project=1e-6, prefill=1e-6))
-    fast_link, _, _ = choice(cost_model(host=1e-6, disk=2e-6, project=1e-6, prefill=1e-3))
+    slow_link, _ = choice(cost_model(host=1e-2, disk=1e-2, project=1e-6, prefill=1e-6))
+    fast_link, _ = choice(cost_model(host=1e-6, disk=2e-6, project=1e-6, prefill=1e-3))
     for host in (0, 1000):
         assert slow_link.saved_seconds(host, 1000, 0, 10) < 0
         assert fast_link.saved_seconds(host, 1000, 0, 10) > 0
@@ -179,14 +159,14 @@ def test_reading_what_would_not_be_restored_saves_nothing() -> None:
 @given(costs, *[st.integers(0, 5000) for _ in range(3)], st.integers(1, 999))
 def test_a_wait_is_worth_what_it_saves(cost, host, disk, context, new) -> None:
     """Waiting in vain is at most as long as the recomputation that follows."""
-    chooser, _, _ = choice(cost)
+    chooser, _ = choice(cost)
     saved = chooser.saved_seconds(host, max(1, disk), context, new)
     recompute = PLAN.num_layers * cost.prefill_layer(host + max(1, disk) + new, context)
     assert saved <= recompute * (1 + 1e-9)
 
 
 def test_what_is_saved_is_the_time_to_recompute_what_would_come() -> None:
-    chooser, _, _ = choice(cost_model(prefill=1e-3), recompute=False)
+    chooser, _ = choice(cost_model(prefill=1e-3), recompute=False)
     saved = chooser.saved_seconds(0, 1000, 0, 10)
     assert saved == pytest.approx(5 * 1.0)  # one layer is never stored
 
@@ -195,10 +175,9 @@ DEAR = cost_model(host=1.5e-4, disk=9.0, project=1e-9, prefill=1e-4, overlap=Fal
 
 
 def test_a_refusal_is_tried_now_and_then_and_counted_apart() -> None:
-    chooser, counters, clock = choice(DEAR, recompute=False)
+    chooser, counters = choice(DEAR, recompute=False)
     choices = []
     for _ in range(9):
-        clock.now += 1e6
         found = chooser.choose(1024, 0, 64)
         choices.append(found.choice)
         assert found == chooser.choose(1024, 0, 64), "asking changes nothing"
@@ -213,9 +192,8 @@ def test_a_refusal_is_tried_now_and_then_and_counted_apart() -> None:
 
 
 def test_a_refusal_that_the_costs_did_not_decide_brings_no_try_nearer() -> None:
-    chooser, _, clock = choice(DEAR, recompute=False)
+    chooser, _ = choice(DEAR, recompute=False)
     chooser.take(chooser.choose(1024, 0, 64))
-    clock.now += 1e6
     for _ in range(9):
         chooser.refuse(Reason.NO_DEVICE_SLOTS)
     assert chooser.choose(1024, 0, 64).choice is Choice.REFUSE
@@ -225,7 +203,7 @@ def test_a_refusal_that_the_costs_did_not_decide_brings_no_try_nearer() -> None:
 
 def test_corrected_costs_decide_from_the_next_request_on() -> None:
     costs = dataclasses.replace(DEAR)
-    chooser = RestorePlanner(costs, PLAN, False, Counter(), Clock())
+    chooser = RestorePlanner(costs, PLAN, False, Counter())
     assert chooser.choose(1024, 0, 64).choice is Choice.TRY
     before = chooser.block_seconds(DISK)
     for _ in range(7):
@@ -238,7 +216,7 @@ def test_corrected_costs_decide_from_the_next_request_on() -> None:
 def test_always_restores_and_fetches_whatever_it_costs() -> None:
     counters: Counter[str] = Counter()
     costs = cost_model(host=9.0, disk=9.0, project=9.0, prefill=1e-9)
-    chooser = RestorePlanner(costs, PLAN, True, counters, Clock(), always=True)
+    chooser = RestorePlanner(costs, PLAN, True, counters, always=True)
     found = chooser.choose(640, 64, 1)
     assert (found.tokens, found.recompute_layers, found.copy_seconds) == (640, PLAN.recompute, 0.0)
     chooser.take(found)

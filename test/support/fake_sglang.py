@@ -7,6 +7,7 @@ that answers something else from that prompt length on.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import threading
@@ -76,7 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
             "/health": {},
             "/get_model_info": {"model_path": "fake-model"},
             "/v1/models": {"data": [{"id": "fake-model"}]},
-            "/server_info": {"dtype": "float32"},
+            "/server_info": {"dtype": "float32", "max_total_num_tokens": 60},
         }
         self._json(200 if self.path in known else 404, known.get(self.path, {}))
 
@@ -107,12 +108,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.end_headers()
-        for event in events:
-            self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-            self.wfile.flush()
-            if self.fake.break_stream:
-                return
-        self.wfile.write(b"data: [DONE]\n\n")
+        with contextlib.suppress(ConnectionError):  # the client has given up
+            for event in events:
+                self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+                self.wfile.flush()
+                if self.fake.break_stream:
+                    return
+            self.wfile.write(b"data: [DONE]\n\n")
 
     def _generate(self, body: dict[str, Any]) -> None:
         prompt = body["input_ids"]
@@ -145,10 +147,14 @@ class _Handler(BaseHTTPRequestHandler):
         return {"output_top_logprobs": [[[0.0, best]]], "output_token_ids_logprobs": [rows]}
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 64  # with five, who comes then has to try again after a second
+
+
 def serve(fake: FakeServer, port: int = 0) -> ThreadingHTTPServer:
     """A server on 127.0.0.1 that answers as `fake`; not yet serving."""
     handler = type("Handler", (_Handler,), {"fake": fake})
-    server = ThreadingHTTPServer(("127.0.0.1", port), handler)
+    server = _Server(("127.0.0.1", port), handler)
     fake.url = f"http://127.0.0.1:{server.server_address[1]}"
     return server
 

@@ -1,21 +1,21 @@
 """What to do with one request's stored state, decided at admission and counted.
 
-`policy.restore_plan` decides, by costs that correct themselves (`policy.correction`). This
-module knows the present state that the choice depends on: for how long the copies of earlier
-restorations keep the link busy. Now and then it tries what the costs always refuse
-(`policy.tries`). Belongs to the scheduler thread, takes microseconds, and never waits.
+`policy.restore_plan` decides, by costs that correct themselves (`policy.correction`), as if each
+restoration were alone; when their pass begins, `policy.batch` decides which of them recompute more.
+Now and then it tries what the costs always refuse (`policy.tries`). Belongs to the scheduler
+thread, takes microseconds, and never waits.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy import copy_order
+from sglang_hc.policy.batch import Load, shared
 from sglang_hc.policy.cost_model import LONG_HISTORY, CostModel, SourceTier
 from sglang_hc.policy.meeting import History, Split, best_split
 from sglang_hc.policy.restore_plan import Choice, Reason, RestorePlan, plan_restore
@@ -45,7 +45,6 @@ class RestorePlanner:
         plan: LayerPlan,
         can_recompute: bool,
         counters: Counter[str],
-        clock: Callable[[], float] = time.monotonic,
         *,
         always: int = 0,
         as_they_come: bool = True,
@@ -64,13 +63,8 @@ class RestorePlanner:
         self._as_they_come = as_they_come
         self._end_tokens = end_tokens
         self._counters = counters
-        self._clock = clock
-        self._link_free = 0.0
-
-    @property
-    def backlog(self) -> float:
-        """Seconds, as modelled, for which the link is busy with earlier restorations."""
-        return max(0.0, self._link_free - self._clock())
+        self._taken: list[RestorePlan] = []
+        """For the pass that begins next."""
 
     @property
     def can_restore_early(self) -> bool:
@@ -108,13 +102,23 @@ class RestorePlanner:
         return plan if cost is None else self._with_copies(cost, plan)
 
     def take(self, plan: RestorePlan) -> None:
-        """The plan is carried out: count it, and add its copies to the backlog."""
-        self._link_free = max(self._link_free, self._clock()) + plan.copy_seconds
+        """The plan is carried out in the pass that begins next: count it."""
+        if plan.tokens:
+            self._taken.append(plan)
         if plan.choice is Choice.TRY:
             self._tries_of(plan).tried()
         elif plan.skips_hidden:
             self._hidden_tries.refused()
         self._count(plan.choice, plan.reason)
+
+    def share(self, loads: Sequence[Load]) -> tuple[int, ...]:
+        """A pass with these restorations, which were taken, begins: the layers that each of them
+        recomputes. A try stays what it is, and so does whatever is in its pass."""
+        taken, self._taken = self._taken, []
+        cost, tries = self._weighed, any(plan.choice is Choice.TRY for plan in taken)
+        if cost is None or tries or not self._can_recompute:
+            return tuple(load.recompute for load in loads)
+        return shared(cost, self.plan, loads, [plan.rest for plan in taken])
 
     def refuse(self, reason: Reason) -> None:
         """Count that nothing is restored."""
@@ -218,7 +222,7 @@ class RestorePlanner:
             tokens,
             context=context,
             new=new,
-            backlog=self.backlog + self._end_seconds,
+            first=self._end_seconds,
             allow_recompute=self._can_recompute,
         )
 

@@ -46,8 +46,6 @@ class Reason(enum.Enum):
 
     AS_STORED = "as_stored"
     """No restriction: everything stored is loaded."""
-    BUSY_LINK = "busy_link"
-    """The link has other copies first."""
     SLOW_TIER = "slow_tier"
     """A part was below host memory, and the front was computed meanwhile (`policy.meeting`)."""
     SHORT_HISTORY = "short_history"
@@ -79,6 +77,8 @@ class RestorePlan:
     as_stored_seconds: the same when every stored layer is loaded.
     copy_seconds: time that the link needs; what `plan_restore` returns has none yet.
     skips_hidden: some layers are stored in HIDDEN form, but by the costs none of them is loaded.
+    rest: (tokens, context) of what runs behind it in the same pass; nothing where that was not
+    weighed.
     """
 
     choice: Choice
@@ -89,6 +89,7 @@ class RestorePlan:
     as_stored_seconds: float = 0.0
     copy_seconds: float = 0.0
     skips_hidden: bool = False
+    rest: tuple[int, int] = (0, 0)
 
 
 def plan_restore(
@@ -98,21 +99,21 @@ def plan_restore(
     *,
     context: int,
     new: int,
-    backlog: float = 0.0,
+    first: float = 0.0,
     allow_recompute: bool = True,
 ) -> RestorePlan:
     """The fastest way to bring back `tokens` in host memory and run `new` tokens behind them.
 
     context: tokens before them that are on the device already.
-    backlog: seconds of copies that the link has queued ahead of this restoration.
+    first: seconds of other copies that come with it, and before it.
     allow_recompute: False where the server cannot recompute layers that are stored.
     Never slower, in modelled time, than loading all that is stored or recomputing everything.
     """
     fastest = partial(_fastest, cost, stored, context, new, allow_recompute)
-    plan = fastest(tokens, backlog)
+    plan = replace(fastest(tokens, first), rest=(new, context + tokens))
     if plan.choice is Choice.LOAD or plan.reason is Reason.NOTHING_STORED:
         return plan
-    return replace(plan, reason=_why(fastest, tokens, backlog, plan.choice))
+    return replace(plan, reason=_why(fastest, tokens, first, plan.choice))
 
 
 def _fastest(
@@ -122,13 +123,13 @@ def _fastest(
     new: int,
     allow_recompute: bool,
     tokens: int,
-    backlog: float,
+    first: float,
 ) -> RestorePlan:
     """The fastest candidate. Reasons other than AS_STORED and NOTHING_STORED are not looked for."""
     refused = stored.num_layers * cost.prefill_layer(tokens + new, context)
     if tokens == 0 or stored.recompute == stored.num_layers:
         return RestorePlan(Choice.REFUSE, Reason.NOTHING_STORED, 0, 0, refused, refused)
-    times = cost.layer_times(SourceTier.HOST, tokens, context=context, new=new, start=backlog)
+    times = cost.layer_times(SourceTier.HOST, tokens, context=context, new=new, start=first)
     loaded = max(work_and_chain(times, stored.recompute, stored.hidden, stored.kv))
     seconds, layers = loaded, stored.recompute
     if allow_recompute:
@@ -167,16 +168,12 @@ def best_prefix(times: LayerTimes, stored: LayerPlan) -> tuple[float, int]:
 
 
 def _why(
-    fastest: Callable[[int, float], RestorePlan], tokens: int, backlog: float, choice: Choice
+    fastest: Callable[[int, float], RestorePlan], tokens: int, first: float, choice: Choice
 ) -> Reason:
     """The first circumstance whose removal makes more of what is stored worth loading."""
     order = tuple(Choice)
-
-    def more_loaded(tokens: int) -> bool:
-        return order.index(fastest(tokens, 0.0).choice) < order.index(choice)
-
-    if backlog > 0 and more_loaded(tokens):
-        return Reason.BUSY_LINK
-    if tokens < LONG_HISTORY and more_loaded(LONG_HISTORY):
-        return Reason.SHORT_HISTORY
+    if tokens < LONG_HISTORY:
+        longer = fastest(LONG_HISTORY, first)
+        if order.index(longer.choice) < order.index(choice):
+            return Reason.SHORT_HISTORY
     return Reason.FAST_COMPUTE

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from sglang_hc.policy.batch import Load
 from sglang_hc.policy.planner import RestorePlanner
 from sglang_hc.policy.restore_plan import RestorePlan
 from sglang_hc.ranks.agreement import ALONE, Ranks
@@ -98,13 +99,12 @@ class Restorer:
             self._ends.pin(restoration.window.parts)
             self._ends.used(restoration.nodes[-1])
         self._queued.append(_Queued(restoration, release))
-        tokens = restoration.stop - restoration.start
-        self.counters["restored_tokens"] += tokens
-        self.counters["recomputed_layer_tokens"] += tokens * restoration.recompute
+        self.counters["restored_tokens"] += restoration.stop - restoration.start
         self.counters["restorations"] += 1
 
     def start(self) -> int:
-        """Begin what is queued; returns the consumer index for the next batch, -1 for nothing.
+        """Begin what is queued; returns the consumer index for the next batch, -1 for nothing. Who
+        recomputes more layers is decided here, by what brings the whole batch through first.
 
         Recomputed layers are submitted here, before the batch is put together. An error there ends
         the scheduler, as the same error in a forward pass does: the slots were promised, and nobody
@@ -113,7 +113,12 @@ class Restorer:
         if not self._queued:
             return -1
         queued, self._queued = self._queued, []
-        index = self.gate.produce(self._pass([one.restoration for one in queued]))
+        restorations = [one.restoration for one in queued]
+        loads = [Load(one.stop - one.start, one.start, one.recompute) for one in restorations]
+        for one, layers in zip(restorations, self.planner.share(loads), strict=True):
+            one.recompute = layers
+            self.counters["recomputed_layer_tokens"] += (one.stop - one.start) * layers
+        index = self.gate.produce(self._pass(restorations))
         self._running[index] = queued
         self.gate.recompute(index)
         return index

@@ -42,9 +42,7 @@ def test_copies_take_what_their_bytes_take(
     copy = TierCopy(Fit(0.0, BYTE_SECONDS * 128 * measured))
     costs = CostModel("test", "measured", {SourceTier.HOST: copy}, Fit(0.0, 1.0, 1e-3))
     made = of_full_layers(costs, full, others, row / measured)
-    planner = RestorePlanner(
-        made, plan, False, Counter(), lambda: 0.0, end_tokens=end_tokens(layout)
-    )
+    planner = RestorePlanner(made, plan, False, Counter(), end_tokens=end_tokens(layout))
     chosen = planner.choose(tokens * BLOCK_TOKENS, 0, 1)
     copied = tokens * BLOCK_TOKENS * full * 128 * row + windows * reach * 128 * window_row
     assert chosen.copy_seconds == pytest.approx(copied * BYTE_SECONDS, rel=1e-3)

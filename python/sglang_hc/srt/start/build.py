@@ -349,7 +349,6 @@ def _planner(
         plan,
         device.recomputer is not None and not state.has_stages,
         counters,
-        ranks.clock,
         always=model.config.restore == "always",
         as_they_come=alone and not state.has_stages and not state.in_turn,
         end_tokens=end_tokens(layout),

@@ -34,6 +34,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "sglang_hc.tools.cli.calibrate",
         "compare simulated times with those that a server recorded",
     ),
+    "bench": (
+        "sglang_hc.tools.cli.bench",
+        "compare servers: `bench cliff` for more conversations than fit, and others",
+    ),
     "top": (
         "sglang_hc.tools.cli.top",
         "show what servers do with their tiers, live",

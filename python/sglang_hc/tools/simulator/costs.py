@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan, StateShape
+from sglang_hc.policy.batch import Load, shared
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.layer_plan import auto_plan
 from sglang_hc.policy.makespan import LayerTimes
@@ -173,7 +174,7 @@ class GpuCosts(RestorePlanner):
         self.cost = settled(machine.costs(model))
         self.plan = model.layout.plan
         self.layers = self.plan.num_layers
-        super().__init__(self.cost, self.plan, True, Counter(), lambda: 0.0)
+        super().__init__(self.cost, self.plan, True, Counter())
         self.block_copy = BLOCK_TOKENS * self.token_seconds(HOST)
         """Seconds to copy one block of many onto the device."""
 
@@ -252,11 +253,21 @@ class GpuCosts(RestorePlanner):
         """Seconds of work with copies beside it; on a CPU one thread does both."""
         return max(seconds, copies) if self.cost.overlap else seconds + copies
 
-    def restored(self, tokens: int, context: int, new: int, wait: float = 0.0) -> RestorePlan:
-        """How `tokens` are brought back behind `context` tokens, before `new` ones, when their
-        copies can begin after `wait` seconds."""
-        plan = plan_restore(self.cost, self.plan, tokens, context=context, new=new, backlog=wait)
+    def restored(self, tokens: int, context: int, new: int) -> RestorePlan:
+        """How `tokens` are brought back behind `context` tokens, before `new` ones, alone."""
+        plan = plan_restore(self.cost, self.plan, tokens, context=context, new=new)
         return self._with_copies(self.cost, plan)
+
+    def together(self, parts: Sequence[Part]) -> list[Part]:
+        """The parts of a pass, whose restorations recompute what is best for all of them."""
+        plans = [(i, part, part.plan) for i, part in enumerate(parts) if part.plan is not None]
+        loads = [Load(plan.tokens, part.context, plan.recompute_layers) for _, part, plan in plans]
+        new = [(part.new, part.context + part.restored) for _, part, _ in plans]
+        layers, found = shared(self.cost, self.plan, loads, new), list(parts)
+        for (index, part, plan), count in zip(plans, layers, strict=True):
+            shares = self._with_copies(self.cost, replace(plan, recompute_layers=count))
+            found[index] = part._replace(plan=shares)
+        return found
 
     def restored_early(self, blocks: int) -> float:
         """Seconds to restore blocks of a history that is on its way."""

@@ -237,9 +237,10 @@ class Engine:
             left -= tokens
             self._gpu.prefilled(prompt.read)  # the batch waits for the disk
             parts.append(Part(tokens, prompt.context, prompt.plan))
+        parts = self.costs.together(parts)
         rows = len(self._decoding) if self.serving.mixed else 0
         seconds = self.costs.pass_seconds(parts, rows, self._decoding.context, self._captures)
-        copies = sum(prompt.plan.copy_seconds for prompt in batch if prompt.plan is not None)
+        copies = sum(part.plan.copy_seconds for part in parts if part.plan is not None)
         seconds += self._ahead.restore(self._queue, 1, seconds - copies, self.now)
         self._gpu.prefilled(seconds)
         self._tell(self.now)
@@ -262,7 +263,7 @@ class Engine:
         considered = self._queue[:CONSIDERED]
         chosen: list[Prompt] = []
         for number in self._admissible(considered):
-            prompt = self._prompt(number, sum(one.copies for one in chosen))
+            prompt = self._prompt(number)
             if (batch or chosen) and not self._joins(prompt, room):
                 break
             pool, job = self.cache.pool, prompt.job
@@ -298,9 +299,8 @@ class Engine:
             else:
                 self._passed.add(number)
 
-    def _prompt(self, number: int, busy: float) -> Prompt:
-        """What is restored of a request at its turn, and what is computed. busy: seconds of copies
-        that the link has before its own."""
+    def _prompt(self, number: int) -> Prompt:
+        """What is restored of a request at its turn, and what is computed."""
         job, costs = self.cache.jobs[number], self.costs
         found = self.cache.find(job, self.now)
         ahead = min(self._ahead.tokens(number), found.host)
@@ -309,7 +309,7 @@ class Engine:
         host, context = found.host - ahead, found.device + ahead
         if prompt.meeting is not None:
             return prompt
-        plan = costs.restored(host, context, rest, busy)
+        plan = costs.restored(host, context, rest)
         prompt.planned(plan)
         if found.disk and self.cache.at_turn:
             # Read now: what a server does whose look-ahead is off, in AttentionStore.

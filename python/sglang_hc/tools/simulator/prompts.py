@@ -51,11 +51,6 @@ class Prompt:
         """Whether no other prompt can be in its passes."""
         return self.meeting is not None or self.read > 0
 
-    @property
-    def copies(self) -> float:
-        """Seconds that the link works for it."""
-        return 0.0 if self.plan is None else self.plan.copy_seconds
-
     def ran(self, part: Part) -> None:
         """A pass is over."""
         self.context += part.restored + part.new
