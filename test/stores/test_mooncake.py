@@ -15,6 +15,7 @@ import pytest
 from sglang_hc.store.remote.store import storage_key
 from support.core import Core, run_in_child
 from support.mooncake import MASTER, NODE, Mooncake, needs_mooncake
+from support.prompts import prompt
 from support.slow_path import SlowPath
 from support.two_servers import (
     PROMPT,
@@ -153,3 +154,32 @@ def test_what_is_not_the_block_is_recomputed(
     tokens, reply, stats = run_in_child(turn_behind, partial(rewrite, change), *store.flags())
     assert tokens == first and reply.tokens == wanted and reply.cached == 0
     assert any(name.startswith(counted) for name in troubles(stats)), stats
+
+
+# -- a store that is full ------------------------------------------------------------------------
+
+CROWD = 40
+
+
+def crowded(*below: str) -> tuple[Any, ...]:
+    """Others fill the store behind a first turn. Then the last of them and the first come back."""
+    core = server("hidden", *below)
+    first = core.ask(PROMPT, 60).tokens
+    for seed in range(CROWD):
+        core.ask(prompt(100 + seed, 200), 1)
+    core.forget()
+    last = core.ask([*prompt(99 + CROWD, 200), 5], 1)
+    reply = core.ask(history(first), 24)
+    core.settle()
+    return first, last, reply, core.tree.stats()
+
+
+def test_a_full_store_keeps_what_is_new(replies: Replies, tmp_path: Path) -> None:
+    """What it evicts is its own choice, and found missing; everything new is taken."""
+    first, wanted = replies
+    with Mooncake(tmp_path, node_mb=16) as store:
+        tokens, last, reply, stats = run_in_child(crowded, *store.flags())
+    assert tokens == first and reply.tokens == wanted
+    assert last.storage == 192 and reply.cached < STORED
+    assert stats["remote_saved_blocks"] >= 4 + 3 * CROWD
+    assert set(troubles(stats)) == {"remote_read_missing"}, stats

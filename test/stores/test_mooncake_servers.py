@@ -3,6 +3,8 @@ is killed and started again."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -131,3 +133,20 @@ def test_conversations_go_to_the_other_server_and_back(
         again, moved = talks.all_go_on(one), talks.all_go_on(other)
         print(f"after the master's death: {again:.3f} and, at the other server, {moved:.3f}")
         assert moved >= 0.95
+
+
+def test_a_server_that_dies_takes_its_part_of_the_store_along(
+    wanted: list[list[list[int]]], servers: Servers, tmp_path: Path
+) -> None:
+    """Here the servers themselves hold the blocks."""
+    with Mooncake(tmp_path, node_mb=0, own_mb=64) as store:
+        one, other = servers(store)
+        talks = Talks(wanted)
+        talks.all_go_on(one)
+        talks.all_go_on(other)
+        os.killpg(one.pid, signal.SIGKILL)
+        shares = [talks.all_go_on(other) for _ in range(3)]
+        counted = numbers(other)
+    print(f"from the store behind the death: {shares}; {counted['remote_read_missing']} missing")
+    assert counted["remote_read_missing"] > 0
+    assert shares[-1] >= 0.95, "what was lost was saved again"

@@ -257,12 +257,23 @@ class RemoteStore:
             now = time.time_ns() // 1000
             seal_block(header.data, payload.data, job.block, self._model, now)
             ready.append((job, frame))
+        refused, before = self._put(ready), len(ready) + 1
+        while 0 < len(refused) < before:  # once more, and as long as that helps
+            refused, before = self._put(refused), len(refused)
+        for job, _ in refused:
+            job.complete(Outcome.IO_ERROR)
+
+    def _put(self, ready: list[tuple[_Write, int]]) -> list[tuple[_Write, int]]:
+        """Store blocks that lie in these frames. Returns those that the store refused: one that is
+        full makes room when it has refused some (Mooncake's), so they are worth another call."""
         keys = [storage_key(self._model, job.block.block_id) for job, _ in ready]
-        if not ready:
-            return
+        if not keys:
+            return []
         answers = _one_each(keys, self._backend.put(keys, [frame for _, frame in ready]))
         for (job, _), good in zip(ready, answers, strict=True):
-            job.complete(Outcome.OK if good else Outcome.IO_ERROR)
+            if good:
+                job.complete(Outcome.OK)
+        return [one for one, good in zip(ready, answers, strict=True) if not good]
 
 
 def _free(parts: Sequence[range]) -> SimpleQueue[range]:
