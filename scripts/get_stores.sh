@@ -8,12 +8,13 @@
 # Debian's packages are unpacked into FOLDER/lib.
 set -euo pipefail
 folder=$(realpath -m "$1")
-otel=1.45.2
+otel=1.45.2 beta=0.66b2
 
 "${UV:-uv}" pip install --quiet --python "${PYTHON:-.venv/bin/python}" --no-deps --target "$folder" \
     mooncake-transfer-engine-non-cuda==0.3.13.post1 nixl==1.5.1 nixl-cu13==1.5.1 \
     opentelemetry-{sdk,proto,exporter-otlp-proto-{common,grpc,http}}==$otel \
-    opentelemetry-semantic-conventions==0.66b2 googleapis-common-protos
+    opentelemetry-{semantic-conventions,exporter-otlp-common,exporter-http-transport}==$beta \
+    googleapis-common-protos
 
 missing() {
     LD_LIBRARY_PATH="$folder/lib" ldd "$folder/mooncake/mooncake_master" | awk '/not found/ {print $1}'
