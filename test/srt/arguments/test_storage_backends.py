@@ -35,19 +35,16 @@ from support.disk_store import names_of
 from support.prompts import store_options as options_for
 from support.remote import (
     FINGERPRINT,
-    FOREVER,
     LAYOUT,
     MODEL,
     blocks_over,
     check_round_trip,
-    data_of,
     find,
     frames_of,
     load,
     make_path,
     make_pool,
     save,
-    wait,
 )
 
 VALUES: dict[str, bytes] = {}
