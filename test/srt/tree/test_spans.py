@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +41,7 @@ def test_parts_of_a_restoration_add_up(
     path = [SimpleNamespace(source=tier) for tier in tiers]
     ends = sorted({min(cut, len(path) * BLOCK_TOKENS) for cut in cuts})
     spans, req, other = Spans(), Request(True), Request(False)
-    parts = list(zip(ends, ends[1:], strict=False))
+    parts = list(pairwise(ends))
     plans = [plan(layers) for layers in range(len(parts))]
     for (start, stop), part in zip(parts, plans, strict=True):
         spans.restored(req, path, part, start, stop)
