@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from sglang_hc.queue import meeting, prefetch
+from sglang_hc.store import known_blocks, lower_tier
 from sglang_hc.store.remote.store import storage_key
 from support.core import Core, run_in_child
 from support.mooncake import MASTER, NODE, Mooncake, needs_mooncake
@@ -31,6 +33,17 @@ from support.waiting import until
 pytestmark = [pytest.mark.server, pytest.mark.slow, needs_mooncake]
 
 Replies = tuple[list[int], list[int]]
+
+PATIENCE = [
+    (module, name, getattr(module, name))
+    for module, name in (
+        (known_blocks, "LOOKUP_S"),
+        (lower_tier, "READ_DEADLINE_S"),
+        (meeting, "PATIENCE"),
+        (prefetch, "PATIENCE"),
+    )
+]
+"""As a server has it; an engine of the tests waits for ever."""
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +110,8 @@ def turn_behind(fault: Callable[[Core], object], *below: str) -> tuple[Any, ...]
 
 def signalled(pid: int, number: signal.Signals, forgets: bool, core: Core) -> None:
     """forgets: the server does not remember what is in the store, so it asks."""
+    for module, name, seconds in PATIENCE:
+        setattr(module, name, seconds)
     os.kill(pid, number)
     if forgets:
         blocks_of(core)._presence.clear()
