@@ -21,8 +21,8 @@ from support.served import generate, numbers, start, wait_for
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, needs_mooncake]
 
-TALKS, TURNS = 10, 6
-PROMPT, REPLY, FOLLOW, LATER = 200, 60, 20, 44
+TALKS, TURNS = 8, 6
+PROMPT, REPLY, FOLLOW, LATER = 240, 20, 50, 14
 """Tokens of a first prompt and its reply, of a later one and its reply: a returning history is some
 tokens longer than its whole blocks."""
 
