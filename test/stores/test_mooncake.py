@@ -127,7 +127,7 @@ def test_a_store_that_is_lost_or_hangs_costs_only_the_cache(
     fault = partial(signalled, store.pid(program), number, forgets)
     tokens, reply, stats = run_in_child(turn_behind, fault, *store.flags())
     assert tokens == first and reply.tokens == wanted
-    assert reply.cached == 0 and troubles(stats), stats
+    assert reply.cached < STORED and troubles(stats), stats
 
 
 def rewrite(change: Callable[[bytes], bytes], core: Core) -> None:
