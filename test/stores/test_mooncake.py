@@ -3,8 +3,10 @@ server, node and client on loopback. Whatever happens to it costs the cache and 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,12 +14,18 @@ from typing import Any
 
 import pytest
 
+from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.queue import meeting, prefetch
+from sglang_hc.srt.arguments.storage_backends import open_remote
 from sglang_hc.store import known_blocks, lower_tier
+from sglang_hc.store.disk.format import StoredModel
+from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.outcome import Outcome
+from sglang_hc.store.remote import CALLS, Frames
 from sglang_hc.store.remote.store import storage_key
 from support.core import Core, run_in_child
-from support.mooncake import MASTER, NODE, Mooncake, needs_mooncake
-from support.prompts import prompt
+from support.mooncake import LEASE_MS, MASTER, NODE, Mooncake, needs_mooncake
+from support.remote import FOREVER, blocks_over, make_path, wait
 from support.slow_path import SlowPath
 from support.two_servers import (
     PROMPT,
@@ -173,28 +181,38 @@ def test_what_is_not_the_block_is_recomputed(
 
 # -- a store that is full ------------------------------------------------------------------------
 
-CROWD = 40
+BURSTS, BURST = 12, 8
+"""The node has room for some sixty of these blocks."""
 
 
-def crowded(*below: str) -> tuple[Any, ...]:
-    """Others fill the store behind a first turn. Then the last of them and the first come back."""
-    core = server("hidden", *below)
-    first = core.ask(PROMPT, 60).tokens
-    for seed in range(CROWD):
-        core.ask(prompt(100 + seed, 200), 1)
-    core.forget()
-    last = core.ask([*prompt(99 + CROWD, 200), 5], 1)
-    reply = core.ask(history(first), 24)
-    core.settle()
-    return first, last, reply, core.tree.stats()
+def crowded(flags: tuple[str, ...]) -> tuple[list[Outcome], Outcome, Outcome]:
+    """Outcomes of writing more blocks than fit, at the pace of conversations, and of reading the
+    first and the last of them."""
+    layout = BlockLayout(LayerPlan(0, 8, 0), StateShape(8, 512, (1, 1), "uint8"))
+    model = StoredModel.of(layout.chunks(), layout.fingerprint("toy"), "toy")
+    frames = Frames(model.header_bytes, model.block_bytes, CALLS)
+    backend = open_remote("mooncake", json.loads(flags[3]), frames)
+    pool = HostPool(layout, BURST)
+    pool.bytes[:] = 7
+    io = blocks_over(backend, frames, pool, model)
+    path = make_path(BURSTS * BURST)
+    outcomes = []
+    for first in range(0, len(path), BURST):
+        for slot, block in enumerate(path[first : first + BURST]):
+            io.write(slot, block, slot, FOREVER)
+        outcomes += [done.outcome for done in wait(io, BURST)]
+        time.sleep(2 * LEASE_MS / 1e3)  # nothing is evicted before its lease ends
+    read = []
+    for block in (path[0], path[-1]):
+        io.read(1, block.block_id, 0, FOREVER)
+        read.append(wait(io, 1)[0].outcome)
+    io.close()
+    return outcomes, read[0], read[1]
 
 
-def test_a_full_store_keeps_what_is_new(replies: Replies, tmp_path: Path) -> None:
-    """What it evicts is its own choice, and found missing; everything new is taken."""
-    first, wanted = replies
+def test_a_full_store_keeps_what_is_new(tmp_path: Path) -> None:
+    """What it evicts is its own choice, and found missing."""
     with Mooncake(tmp_path, node_mb=16) as store:
-        tokens, last, reply, stats = run_in_child(crowded, *store.flags())
-    assert tokens == first and reply.tokens == wanted
-    assert last.storage == 192 and reply.cached < STORED
-    assert stats["remote_saved_blocks"] >= 4 + 3 * CROWD
-    assert set(troubles(stats)) == {"remote_read_missing"}, stats
+        outcomes, first, last = run_in_child(crowded, store.flags())
+    assert outcomes == [Outcome.OK] * (BURSTS * BURST)
+    assert (first, last) == (Outcome.MISSING, Outcome.OK)

@@ -38,6 +38,10 @@ logger = logging.getLogger(__name__)
 
 CLEAR_S = 60.0
 CLOSE_S = 5.0
+
+ROOM_S = 0.05
+"""Mooncake makes room when it has refused some blocks; so long after that it is asked again."""
+
 TIER = SourceTier.REMOTE
 
 
@@ -259,13 +263,13 @@ class RemoteStore:
             ready.append((job, frame))
         refused, before = self._put(ready), len(ready) + 1
         while 0 < len(refused) < before:  # once more, and as long as that helps
+            time.sleep(ROOM_S)
             refused, before = self._put(refused), len(refused)
         for job, _ in refused:
             job.complete(Outcome.IO_ERROR)
 
     def _put(self, ready: list[tuple[_Write, int]]) -> list[tuple[_Write, int]]:
-        """Store blocks that lie in these frames. Returns those that the store refused: one that is
-        full makes room when it has refused some (Mooncake's), so they are worth another call."""
+        """Store blocks that lie in these frames. Returns those that the store refused."""
         keys = [storage_key(self._model, job.block.block_id) for job, _ in ready]
         if not keys:
             return []
