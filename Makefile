@@ -28,7 +28,7 @@ endif
 # An engine imports a thousand modules; without their bytecode each start takes half a minute more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup models demo demo-forms test suite test-fast lint nightly canary audit router
+.PHONY: setup models demo demo-forms test suite test-fast lint nightly canary audit router stores
 
 setup: $(INSTALLED)
 
@@ -80,6 +80,7 @@ nightly: models router
 	$(PYTEST) -m slow $(KERNEL_TESTS)
 	$(PYTEST) -m slow test
 	HC_EXAMPLES=2 $(PYTEST) -m "not slow and not server" --ignore test/e2e test
+	$(MAKE) stores
 	$(MAKE) audit
 	$(MAKE) canary
 
@@ -89,6 +90,13 @@ router: .router/bin/python
 .router/bin/python: | setup
 	$(UV) venv --python $(BIN)/python .router
 	$(UV) pip install --python .router/bin/python ai-dynamo-runtime==1.6.1 || { rm -r .router; false; }
+
+# Mooncake, NIXL and OpenTelemetry, in a folder of their own that is on the path of their tests alone.
+stores: .stores/.installed
+	PYTHONPATH=$(CURDIR)/.stores LD_LIBRARY_PATH=$(CURDIR)/.stores/lib $(PYTEST) test/stores
+
+.stores/.installed: scripts/get_stores.sh | setup
+	UV=$(UV) PYTHON=$(BIN)/python scripts/get_stores.sh .stores
 
 # The suite on the newest SGLang that the package index has, beside the one that is pinned.
 canary: models

@@ -36,7 +36,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
@@ -49,6 +49,9 @@ from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, Outcome, Store
 from sglang_hc.store.disk.backend import DirectBackend, File
 from sglang_hc.store.disk.threads import READ_THREADS, DiskThreads
 from sglang_hc.store.host_pool import HostPool
+
+if TYPE_CHECKING:  # older packages, which `interleaved` runs with, have it elsewhere
+    from sglang_hc.store.block_io import LocalBlockIo
 
 AGAINST_FIO = ("write", "read", "replace")
 WORKLOADS = (*AGAINST_FIO, "scheduler")
@@ -110,7 +113,7 @@ class Speed(NamedTuple):
 
 
 def seconds_of(
-    io: DiskThreads, blocks: Sequence[Block], begin: Callable[[int, Block, int], None]
+    io: LocalBlockIo, blocks: Sequence[Block], begin: Callable[[int, Block, int], None]
 ) -> float:
     """How long one operation on each block takes, with SLOTS under way. begin: hands one in, by
     ticket, block and slot."""

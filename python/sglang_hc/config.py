@@ -34,8 +34,8 @@ starts, and nobody should wait minutes for a size that he did not ask for."""
 FILE = "file"
 """The remote store that is a directory, kept as those of `--hc-disk`."""
 
-REMOTES = (FILE, "mooncake", "nixl", "hf3fs", "eic", "simm", "mori", "dynamic")
-"""It, and SGLang's storage back ends that keep pages of bytes, whatever the pages hold."""
+REMOTES = (FILE, "mooncake", "nixl", "dynamic")
+"""It, and those of SGLang's storage back ends that tests run."""
 
 
 class HcConfig(msgspec.Struct, frozen=True):

@@ -145,6 +145,21 @@ def test_the_replicas_share_one_directory_and_mount_what_they_name() -> None:
     assert volumes["secret"]["secret"]["secretName"] in secrets
 
 
+def test_the_servers_of_several_machines_agree_on_one_mooncake() -> None:
+    """That these commands work is in stores/test_mooncake_deploy.py."""
+    (compose,) = load("mooncake.yaml")
+    services = compose["services"]
+    for service in services.values():
+        assert service["image"] == "sglang-hc:mooncake"
+        assert (ROOT / service["build"]["dockerfile"]).is_file()
+        (argument,) = service["build"]["args"]
+        assert f"\nARG {argument}=\n" in (DEPLOY / "Containerfile").read_text()
+    config = options(services["server"]["command"])
+    assert config["remote"] == "mooncake" and config["forms"] == "kv"
+    folders = {volume.split(":")[-2] for volume in services["server"]["volumes"]}
+    assert str(Path(config["remote_key"]).parent) in folders
+
+
 def run(*words: str, cwd: Path) -> str:
     if shutil.which(words[0]) is None:
         pytest.skip(f"{words[0]} is not installed")

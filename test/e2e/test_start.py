@@ -146,7 +146,7 @@ def refusal(argv: tuple[str, ...]) -> tuple[object, str]:
             ("--hc-disk", "/tmp/hc-a:1", "--hc-disk", "/tmp/./hc-a/"),
             ("/tmp/hc-a is given more than once", "--hc-disk"),
         ),
-        (("--hc-remote", "eic"), ("--hc-remote eic", "package eic", "install")),
+        (("--hc-remote", "nixl"), ("--hc-remote nixl", "package nixl", "install")),
         (("--hc-remote", "file"), ("--hc-remote file", "directory", "--hc-remote-config")),
     ],
     ids=lambda value: " ".join(value) if value[0].startswith("--") else "",

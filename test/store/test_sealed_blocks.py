@@ -178,5 +178,5 @@ def test_envelopes_under_way_take_so_much_memory_and_at_least_one_fits(
     block_bytes: int, each: int
 ) -> None:
     frames = Frames(HEADER, block_bytes)
-    assert (frames.for_loads, frames.for_saves) == (range(each), range(each, 2 * each))
+    assert (frames.for_loads, frames.for_saves) == ([range(each)], [range(each, 2 * each)])
     assert frames.bytes.shape == (2 * each, HEADER + block_bytes)

@@ -188,3 +188,22 @@ def read_in_one_call(io: BlockIo, store: FakeStore, path: Sequence[Block]) -> No
     for slot, block in enumerate(path):
         io.read(slot, block.block_id, slot, FOREVER)
     store.open.set()
+
+
+def check_round_trip(backend: RemoteBackend, frames: Frames, seed: int = 0) -> None:
+    """Blocks written through one set of frames are found and read."""
+    pool = make_pool()
+    io = blocks_over(backend, frames, pool)
+    path = make_path(5, seed=seed)
+    assert save(io, pool, path) == [Outcome.OK] * 5
+    names = [block.block_id for block in path]
+    fresh = blocks_over(backend, frames, pool)
+    assert find(fresh, names) == 5
+    for slot, name in enumerate(names, start=5):
+        fresh.read(slot, name, slot, FOREVER)
+    assert [done.outcome for done in wait(fresh, 5)] == [Outcome.OK] * 5
+    for slot, name in enumerate(names, start=5):
+        assert np.array_equal(pool.slot(slot), data_of(name))
+    assert find(fresh, [bytes(16)]) == 0
+    io.close()
+    fresh.close()

@@ -1,7 +1,7 @@
 """Work that the scheduler thread never waits for: jobs with deadlines, done by a thread.
 
 A thread that hangs inside a call cannot be stopped. Its jobs are answered when their deadline
-passes, and it gets no new ones until it is back.
+passes, and who asks for new ones can see that it is not back.
 """
 
 from __future__ import annotations
@@ -69,11 +69,12 @@ J = TypeVar("J", bound=Job)
 
 
 class JobThread(Generic[J]):
-    """A daemon thread that takes jobs in the order in which they came, up to `most` at a time.
+    """Daemon threads, one as a rule, that take jobs in the order in which they came, up to `most`
+    at a time.
 
-    All methods belong to one other thread; none waits except `close`. perform: does a batch and
-    settles each job of it; what it leaves unsettled, or raises for, is answered IO_ERROR. most:
-    asked before each batch.
+    All methods belong to one other thread; none waits except `close`. perform: does a batch on one
+    of the threads and settles each job of it; what it leaves unsettled, or raises for, is answered
+    IO_ERROR. most: asked before each batch.
     """
 
     def __init__(
@@ -82,22 +83,23 @@ class JobThread(Generic[J]):
         perform: Callable[[list[J]], None],
         most: Callable[[], int] = lambda: 1,
         clock: Callable[[], float] = time.monotonic,
+        threads: int = 1,
     ) -> None:
         self._perform = perform
         self._clock = clock
         self._jobs: deque[J] = deque()
-        self._running: J | None = None
-        self._thread: Workers[J] = Workers(name, self._run, most)
+        self._running: dict[int, float] = {}
+        """Deadlines of the batches that are being done, by thread."""
+        self._threads: Workers[J] = Workers(name, self._run, most, threads)
 
     @property
     def stuck(self) -> bool:
-        """The thread is still inside a call whose deadline has passed."""
-        running = self._running
-        return running is not None and self._clock() >= running.deadline
+        """A thread is still inside a call whose deadline has passed."""
+        return self._clock() >= min(self._running.copy().values(), default=float("inf"))
 
     def submit(self, job: J) -> None:
         self._jobs.append(job)
-        self._thread.submit(job)
+        self._threads.submit(job)
 
     def take_done(self) -> list[J]:
         """Jobs that are answered, in the order in which they were submitted."""
@@ -111,8 +113,8 @@ class JobThread(Generic[J]):
         return done
 
     def close(self, timeout: float) -> bool:
-        """Finish what was submitted; False when the thread is not through within `timeout` s."""
-        return self._thread.close(timeout)
+        """Finish what was submitted; False when that takes longer than `timeout` s."""
+        return self._threads.close(timeout)
 
     def _run(self, taken: list[J]) -> None:
         batch = [job for job in taken if job.outcome is None]
@@ -121,10 +123,10 @@ class JobThread(Generic[J]):
         last = max(job.deadline for job in batch)
         for job in batch:  # one call does them all: none is there before the last one
             job.deadline = last
-        self._running = batch[0]
+        self._running[threading.get_ident()] = last
         try:
             self._perform(batch)
         finally:
             for job in batch:
                 job.complete(Outcome.IO_ERROR)
-            self._running = None
+            del self._running[threading.get_ident()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from support.remote import (
     FOREVER,
     MODEL,
     TARGET,
+    FakeBackend,
     data_of,
     find,
     load,
@@ -92,6 +94,32 @@ def test_a_block_that_cannot_be_saved_costs_no_other(io: KnownBlocks, store, poo
     assert set(store.values) == kept - store.unwritable
     assert store.calls.count("put") == 2 + len(path)
     assert io.levels() == {"remote_usable": 1} and "remote_pauses" not in io.counts
+
+
+@pytest.mark.parametrize(("room", "lost"), [(0, 5), (2, 0)])
+def test_what_a_full_store_refuses_is_asked_for_again_while_that_helps(
+    store, pool, clock, room: int, lost: int
+) -> None:
+    """Mooncake evicts when it has refused some blocks of a call."""
+
+    class Full(FakeBackend):
+        def put(self, keys: Sequence[str], frames: Sequence[int]) -> Sequence[bool]:
+            some = room if len(self.store.calls) > 1 else 0
+            done = super().put(keys[:some], frames[:some])
+            return [*done, *[False] * (len(keys) - some)]
+
+    io = make_blocks(store, pool, clock, backend=Full)
+    first, *path = make_path(6)
+    store.hang()
+    io.write(5, first, 5, FOREVER)
+    store.wait_for_call()  # what is written meanwhile goes into one call
+    for slot, block in enumerate(path):
+        io.write(slot, block, slot, FOREVER)
+    store.open.set()
+    outcomes = [done.outcome for done in wait(io, 6) if done.ticket < 5]
+    assert outcomes.count(Outcome.IO_ERROR) == lost
+    assert store.calls.count("put") == 2 + (2 if lost else 3)
+    io.close()
 
 
 def test_saves_that_keep_failing_do_not_stop_reads(io: KnownBlocks, store, pool) -> None:

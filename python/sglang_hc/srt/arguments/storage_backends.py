@@ -27,18 +27,16 @@ from sglang_hc.store.disk.format import StoredModel, mac_key
 from sglang_hc.store.disk.opening import make_root
 from sglang_hc.store.host_pool import SlotPool
 from sglang_hc.store.ownership import read_remote_key
-from sglang_hc.store.remote import Frames, RemoteBackend, RemoteStore
+from sglang_hc.store.remote import CALLS, Frames, RemoteBackend, RemoteStore
 
 logger = logging.getLogger(__name__)
 
 PACKAGES = {
     "mooncake": ("mooncake", "mooncake-transfer-engine"),
     "nixl": ("nixl", "nixl"),
-    "eic": ("eic", "eic"),
-    "simm": ("simm", "simm"),
-    "mori": ("mori", "mori"),
 }
-"""What a kind needs beside SGLang: the module, and the package it is in."""
+"""What a kind needs beside SGLang: the module, and the package it is in. Any thread may call their
+clients; a class of the users' gets one call at a time."""
 
 NIXL_DIRECTORY = envs.SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR
 """Where NIXL looks for its directory on a file system, our option `dir`."""
@@ -155,7 +153,8 @@ def remote_store(
 ) -> RemoteStore:
     """The remote store of the options. model: whose the blocks are. Raises ConfigError."""
     assert config.remote is not None
-    frames = Frames(model.header_bytes, model.block_bytes)
+    calls = CALLS if config.remote in PACKAGES else 1
+    frames = Frames(model.header_bytes, model.block_bytes, calls)
     backend = open_remote(config.remote, read_remote_config(config.remote_config), frames)
     logger.info("sglang-hc: remote store %s (%s)", config.remote, backend.name)
     return RemoteStore(backend, frames, pool, model, counts)

@@ -253,6 +253,19 @@ def owned_tokens(req: Any) -> int:
     return req.owned_kv_len()
 
 
+# -- its trace -----------------------------------------------------------------------------------
+
+
+def is_traced(req: Any) -> bool:
+    """Whether a span of OpenTelemetry is open for it here (`--enable-trace`)."""
+    return bool(req.time_stats.trace_ctx.tracing_enable)
+
+
+def add_to_trace(req: Any, attributes: dict[str, str | int | float]) -> None:
+    """Attributes of the span that covers it in this process; nothing once that is over."""
+    req.time_stats.trace_ctx.trace_set_thread_attrs(attributes)
+
+
 # -- its prefix ----------------------------------------------------------------------------------
 
 

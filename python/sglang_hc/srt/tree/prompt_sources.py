@@ -8,7 +8,7 @@ tier below it was is known of the blocks when they are restored, and noted with 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,16 @@ NOTED = "hc_restored_from"
 
 PARTS = "hc_stored_parts"
 """Attribute of a request: what `cached_tokens_details` says of it beside SGLang's own."""
+
+
+def tokens_by_tier(
+    path: Sequence[BlockNode], start: int, stop: int
+) -> Iterator[tuple[SourceTier, int]]:
+    """Of each block of a path that has some of the tokens [start, stop): where it came from, and
+    how many."""
+    for block in range(start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)):
+        begin, end = block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS
+        yield path[block].source, min(stop, end) - max(start, begin)
 
 
 class PromptSources:
@@ -46,9 +56,7 @@ class PromptSources:
             return
         # A request that has its row goes on between two chunks; another one may have been refused.
         runs = list(getattr(req, NOTED, ())) if fields.row_of(req) is not None else []
-        for block in range(start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)):
-            begin, end = block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS
-            tier, tokens = path[block].source, min(stop, end) - max(start, begin)
+        for tier, tokens in tokens_by_tier(path, start, stop):
             if runs and runs[-1][0] is tier:
                 runs[-1] = tier, runs[-1][1] + tokens
             else:

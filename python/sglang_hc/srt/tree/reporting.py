@@ -16,6 +16,7 @@ from sglang_hc.srt.engine.scheduler import OwnScheduler
 from sglang_hc.srt.model.weight_versions import WeightVersions
 from sglang_hc.srt.tree.prompt_sources import PromptSources
 from sglang_hc.srt.tree.sglang_families import SglangFamilies
+from sglang_hc.srt.tree.spans import Spans
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode
 
@@ -66,6 +67,7 @@ class Reporting:
             has_disk = "disk_blocks" in self._disk.levels()
             below = SourceTier.DISK if has_disk else SourceTier.REMOTE
         self.prompts = PromptSources(below)
+        self._spans = Spans()
         self._restorer: TimedRestorer = tiers.restorer
         self._restorer.on_timed = self._timed
 
@@ -74,6 +76,7 @@ class Reporting:
     ) -> None:
         """Tokens [start, stop) of a request are about to be restored from blocks of its path."""
         self.prompts.restored(req, path, start, stop)
+        self._spans.restored(req, path, plan, start, stop)
         self._restorer.decided(plan)
 
     def stats(self) -> dict[str, object]:
@@ -109,6 +112,7 @@ class Reporting:
         }
 
     def _timed(self, timed: Timed) -> None:
+        self._spans.timed(timed)
         self._recent.append(_Ended(time.monotonic(), timed))
         self._charted = min(self._charted + 1, RECENT)
 

@@ -16,6 +16,9 @@ FRAME_BYTES = 64 << 20
 MOST_FRAMES = 16
 """Most envelopes per call of a back end."""
 
+CALLS = 4
+"""Gets, and puts, that may be under way at a time in a back end that allows it."""
+
 
 class Frames:
     """Page-aligned memory for envelopes on their way: one part for loads, one for saves.
@@ -23,19 +26,24 @@ class Frames:
     A back end touches nothing but frames, so it may register them once with its transport, and one
     that hangs or writes late cannot spoil a slot that has another owner by then.
 
-    bytes: shape (frames, envelope bytes) uint8.
+    bytes: shape (frames, envelope bytes) uint8. for_loads, for_saves: the frames of each call that
+    may be under way, all of one size.
     """
 
-    def __init__(self, header_bytes: int, block_bytes: int) -> None:
-        """Sizes of a block's header and of the block; whole pages both."""
+    def __init__(self, header_bytes: int, block_bytes: int, calls: int = 1) -> None:
+        """Sizes of a block's header and of the block; whole pages both. calls: loads, and saves,
+        that may be under way at a time; fewer where memory is short."""
         self._header_bytes = header_bytes
         size = header_bytes + block_bytes
-        each = min(MOST_FRAMES, max(1, FRAME_BYTES // size))
-        self.for_loads = range(each)
-        self.for_saves = range(each, 2 * each)
-        self.buffer = mmap.mmap(-1, 2 * each * size)
+        room = max(1, FRAME_BYTES // size)
+        self.call_frames = each = min(MOST_FRAMES, -(-room // calls))
+        calls = min(calls, room // each)
+        parts = [range(first, first + each) for first in range(0, 2 * calls * each, each)]
+        self.for_loads, self.for_saves = parts[:calls], parts[calls:]
+        frames = 2 * calls * each
+        self.buffer = mmap.mmap(-1, frames * size)
         self.buffer.madvise(mmap.MADV_DONTDUMP)  # as the host tier, whose bytes pass here
-        self.bytes: Bytes = np.frombuffer(self.buffer, dtype=np.uint8).reshape(2 * each, size)
+        self.bytes: Bytes = np.frombuffer(self.buffer, dtype=np.uint8).reshape(frames, size)
 
     def header(self, frame: int) -> Bytes:
         """Shape (header bytes,)."""
@@ -51,8 +59,9 @@ class Frames:
 class RemoteBackend(Protocol):
     """A store somewhere else that keeps envelopes under keys.
 
-    One thread calls `exists`, `delete` and `clear`, one `get`, one `put`. They may take their time,
-    raise, or lie: nothing they answer is believed without the envelope's checks.
+    One thread calls `exists`, `delete` and `clear`; `get`, and `put`, as many as the frames have
+    calls. They may take their time, raise, or lie: nothing they answer is believed without the
+    envelope's checks.
     """
 
     @property

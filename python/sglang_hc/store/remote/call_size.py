@@ -8,6 +8,7 @@ of its own, though, such as a round trip: it brings enough for that to be a smal
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 
 from sglang_hc.policy.fit import fit_line
@@ -24,21 +25,22 @@ CALLS_SEEN = 16
 
 
 class CallSize:
-    """A number of blocks that follows the times of the last calls. Belongs to the thread that makes
-    the calls."""
+    """A number of blocks that follows the times of the last calls. Any thread may use it."""
 
     def __init__(self, most: int) -> None:
         """most: blocks that a call can read."""
         self._most = most
         self._seen: deque[tuple[int, float]] = deque(maxlen=CALLS_SEEN)
+        self._lock = threading.Lock()
         self.blocks = 1
         """That the next call should read at most."""
 
     def observe(self, blocks: int, seconds: float) -> None:
         """A call read so many blocks in so long. A time that is not positive says nothing."""
         if seconds > 0:
-            self._seen.append((blocks, seconds))
-            self.blocks = min(self._most, max(1, self._wanted()))
+            with self._lock:
+                self._seen.append((blocks, seconds))
+                self.blocks = min(self._most, max(1, self._wanted()))
 
     def _wanted(self) -> int:
         sizes = {blocks for blocks, _ in self._seen}

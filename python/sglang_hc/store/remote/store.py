@@ -1,8 +1,8 @@
 """A remote store as one process uses it: look-ups, reads and writes that threads do meanwhile.
 
     look_up    one thread asks which blocks are there
-    read       one thread fetches envelopes into frames, copies to slots, and proves what it copied
-    write      one thread copies slots into frames, seals and stores them
+    read       threads fetch envelopes into frames, copy to slots, and prove what they copied
+    write      threads copy slots into frames, seal and store them
 
 An envelope is what the file of a block would hold in a directory (docs/disk-format.md), without
 token ids and label. Every operation is answered by its deadline, even when the back end hangs; then
@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from queue import SimpleQueue
 
 import numpy as np
 
@@ -37,6 +38,10 @@ logger = logging.getLogger(__name__)
 
 CLEAR_S = 60.0
 CLOSE_S = 5.0
+
+ROOM_S = 0.05
+"""Mooncake makes room when it has refused some blocks; so long after that it is asked again."""
+
 TIER = SourceTier.REMOTE
 
 
@@ -60,6 +65,10 @@ class _Write(Job):
         self.slot = slot
 
 
+_Call = Callable[[list[J], range], None]
+"""Moves blocks through these frames, one each."""
+
+
 class RemoteStore:
     """A `LocalBlockIo` over a back end. Its methods belong to the scheduler thread."""
 
@@ -77,8 +86,9 @@ class RemoteStore:
         counts: Counter[str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """model: whose the blocks are; what carries another name is never served. counts: gets
-        hangs, and why blocks were not served."""
+        """frames: with as many calls as the back end may be asked for at a time. model: whose the
+        blocks are; what carries another name is never served. counts: gets hangs, and why blocks
+        were not served."""
         self.counts, self.name = counts, backend.name
         self._backend = backend
         self._frames = frames
@@ -87,12 +97,13 @@ class RemoteStore:
         self._clock = clock
         self._hung = False
         self._refused: list[BlockDone] = []
-        self._read_size = CallSize(len(frames.for_loads))
-        loads, saves = (lambda: self._read_size.blocks), (lambda: len(frames.for_saves))
-        get, put = partial(self._move, self._fetch), partial(self._move, self._store)
+        self._read_size, calls = CallSize(frames.call_frames), len(frames.for_loads)
+        loads, saves = (lambda: self._read_size.blocks), (lambda: frames.call_frames)
+        get = partial(self._move, self._fetch, _free(frames.for_loads))
+        put = partial(self._move, self._store, _free(frames.for_saves))
         self._questions = JobThread[Question]("hc-remote-find", self._find, clock=clock)
-        self._loads = JobThread[_Read]("hc-remote-get", get, loads, clock)
-        self._saves = JobThread[_Write]("hc-remote-put", put, saves, clock)
+        self._loads = JobThread[_Read]("hc-remote-get", get, loads, clock, calls)
+        self._saves = JobThread[_Write]("hc-remote-put", put, saves, clock, calls)
 
     @property
     def hangs(self) -> bool:
@@ -186,22 +197,30 @@ class RemoteStore:
                 job.blocks = max(0, min(int(self._backend.exists(keys)), len(keys)))
             job.complete(Outcome.OK)
 
-    def _move(self, by_one_call: Callable[[list[J]], None], jobs: list[J]) -> None:
+    def _move(self, by_one_call: _Call[J], free: SimpleQueue[range], jobs: list[J]) -> None:
+        """Move blocks through frames that no other call has: a thread that hangs keeps its own. As
+        many calls have frames as there are threads."""
+        frames = free.get()
+        try:
+            self._try(by_one_call, frames, jobs)
+        finally:
+            free.put(frames)
+
+    def _try(self, by_one_call: _Call[J], frames: range, jobs: list[J]) -> None:
         """Move blocks by one call. If it raises, each block whose time is not over is moved by a
         call of its own, so that one which cannot be moved costs no other."""
         try:
-            by_one_call(jobs)
+            by_one_call(jobs, frames[: len(jobs)])
         except Exception as error:
             if len(jobs) > 1:
                 for job in jobs:
                     if job.outcome is None:
-                        self._move(by_one_call, [job])
+                        self._try(by_one_call, frames, [job])
             else:
                 logger.warning("sglang-hc: the remote store (%s) raised %r", self.name, error)
                 jobs[0].complete(Outcome.IO_ERROR)
 
-    def _fetch(self, jobs: list[_Read]) -> None:
-        frames = self._frames.for_loads[: len(jobs)]
+    def _fetch(self, jobs: list[_Read], frames: range) -> None:
         for frame in frames:
             self._frames.header(frame).fill(0)  # what an earlier read left must not look like news
         keys = [storage_key(self._model, job.block_id) for job in jobs]
@@ -231,9 +250,9 @@ class RemoteStore:
             job.at = time.monotonic()
         return Outcome.OK if job.problem is None else Outcome.DAMAGED
 
-    def _store(self, jobs: list[_Write]) -> None:
+    def _store(self, jobs: list[_Write], frames: range) -> None:
         ready: list[tuple[_Write, int]] = []
-        for job, frame in zip(jobs, self._frames.for_saves, strict=False):
+        for job, frame in zip(jobs, frames, strict=True):
             header, payload = self._frames.header(frame), self._frames.payload(frame)
             with job.lock:
                 if job.outcome is not None:
@@ -242,12 +261,31 @@ class RemoteStore:
             now = time.time_ns() // 1000
             seal_block(header.data, payload.data, job.block, self._model, now)
             ready.append((job, frame))
+        refused, before = self._put(ready), len(ready) + 1
+        while 0 < len(refused) < before:  # once more, and as long as that helps
+            time.sleep(ROOM_S)
+            refused, before = self._put(refused), len(refused)
+        for job, _ in refused:
+            job.complete(Outcome.IO_ERROR)
+
+    def _put(self, ready: list[tuple[_Write, int]]) -> list[tuple[_Write, int]]:
+        """Store blocks that lie in these frames. Returns those that the store refused."""
         keys = [storage_key(self._model, job.block.block_id) for job, _ in ready]
-        if not ready:
-            return
+        if not keys:
+            return []
         answers = _one_each(keys, self._backend.put(keys, [frame for _, frame in ready]))
         for (job, _), good in zip(ready, answers, strict=True):
-            job.complete(Outcome.OK if good else Outcome.IO_ERROR)
+            if good:
+                job.complete(Outcome.OK)
+        return [one for one, good in zip(ready, answers, strict=True) if not good]
+
+
+def _free(parts: Sequence[range]) -> SimpleQueue[range]:
+    """Frames that no call has, in parts of one call."""
+    free: SimpleQueue[range] = SimpleQueue()
+    for part in parts:
+        free.put(part)
+    return free
 
 
 def _one_each(keys: Sequence[str], answers: Sequence[bool]) -> list[bool]:
