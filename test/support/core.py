@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import traceback
@@ -63,6 +64,7 @@ def run_in_children(bodies: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def _child(pipe: Any, body: Callable[[], Any]) -> None:
+    gc.freeze()  # SGLang collects garbage while it starts: not in what a thousand imports left
     try:
         pipe.send((True, body()))
     except BaseException:

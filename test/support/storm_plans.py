@@ -26,6 +26,7 @@ from support.storm_actions import (
     Storm,
     Weights,
 )
+from support.storm_models import SPARSE
 from support.storm_oracle import ADAPTERS, LONGEST_REPLY, TURNS, VERSIONS
 
 PLANS = ("hidden", "hidden", "hidden:2,kv:2", "recompute:1,hidden:1,kv:2", "kv")
@@ -35,6 +36,7 @@ FAULTS = ("read error", "short read", "write error", "full", "read-only", "remov
 ASKED_AGAIN = 5
 """Prompts, when the storm is over."""
 AUDITS = ("--hc-audit", "1")
+PAGES = (1, 64)
 _FLAGS: tuple[tuple[str, ...], ...] = (
     (),
     (),
@@ -48,6 +50,11 @@ _FLAGS: tuple[tuple[str, ...], ...] = (
 )
 
 
+def pages_of(kind: str) -> tuple[int, ...]:
+    """Pages that storms of a kind have: SGLang leaves no choice where an index is in pages."""
+    return PAGES[1:] if kind in SPARSE.names else PAGES
+
+
 def storm_of(seed: int, kind: str = "") -> Storm:
     """The same for the same seed, on every machine. kind: see `Engine`."""
     return _Author(seed, kind).storm()
@@ -59,6 +66,7 @@ class _Author:
     def __init__(self, seed: int, kind: str) -> None:
         self._seed = seed
         self._rng = rng = random.Random(f"storm {seed}")
+        self._layout = layout = random.Random(f"layout {seed}")
         adapters = {name: 0 for name in ADAPTERS} if rng.random() < 0.3 else {}
         self._engine = Engine(
             plan="kv" if adapters else rng.choice(PLANS),
@@ -67,11 +75,14 @@ class _Author:
             disk=rng.random() < (0.9 if adapters else 0.6),
             meets=rng.random() < 0.3,
             chunk=rng.choice((64, 128, 512)),
-            flags=rng.choice(_FLAGS) + (AUDITS if seed % 3 == 0 else ()),
+            flags=rng.choice(_FLAGS) + (AUDITS if layout.random() < 0.5 else ()),
             adapters=adapters,
+            shares=layout.random() < 0.3,
         )
         if kind:
             self._engine = replace(self._engine, kind=kind, plan="kv", adapters={}, meets=False)
+        self._pages = pages_of(kind)
+        self._engine = replace(self._engine, page=layout.choice(self._pages))
         self._first = self._engine
         self._actions: list[Action] = []
         self._sent: list[Send] = []
@@ -92,7 +103,7 @@ class _Author:
             (self._forget, 2),
             (self._weights, 1),
             (self._replace, 3 if self._engine.adapters else 0),
-            (self._restart, 3 if self._engine.disk else 0),
+            (self._restart, 3 if self._engine.disk or self._engine.shares else 0),
         ]
         choices, shares = zip(*scenes, strict=True)
         for scene in rng.choices(choices, shares, k=rng.randrange(5, 10)):
@@ -185,7 +196,10 @@ class _Author:
     def _restart(self) -> None:
         """With something changed."""
         rng, old = self._rng, self._engine
-        changed: dict[str, object] = {"weights": rng.choice((0, 0, 0, 1))}
+        changed: dict[str, object] = {
+            "weights": rng.choice((0, 0, 0, 1)),
+            "page": self._layout.choice(self._pages),
+        }
         if old.adapters:
             changed["adapters"] = {name: rng.randrange(VERSIONS) for name in old.adapters}
         elif rng.random() < 0.3 and not old.kind:
