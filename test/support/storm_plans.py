@@ -65,8 +65,8 @@ class _Author:
 
     def __init__(self, seed: int, kind: str) -> None:
         self._seed = seed
-        self._rng = rng = random.Random(f"storm {seed}")
-        self._layout = layout = random.Random(f"layout {seed}")
+        self._rng = rng = random.Random(f"storm {seed}{kind}")
+        self._layout = layout = random.Random(f"layout {seed}{kind}")
         adapters = {name: 0 for name in ADAPTERS} if rng.random() < 0.3 else {}
         self._engine = Engine(
             plan="kv" if adapters else rng.choice(PLANS),
@@ -77,12 +77,12 @@ class _Author:
             chunk=rng.choice((64, 128, 512)),
             flags=rng.choice(_FLAGS) + (AUDITS if layout.random() < 0.5 else ()),
             adapters=adapters,
-            shares=layout.random() < 0.3,
         )
         if kind:
             self._engine = replace(self._engine, kind=kind, plan="kv", adapters={}, meets=False)
+        shares = layout.random() < (0.3 if self._engine.disk else 0.8)
         self._pages = pages_of(kind)
-        self._engine = replace(self._engine, page=layout.choice(self._pages))
+        self._engine = replace(self._engine, shares=shares, page=layout.choice(self._pages))
         self._first = self._engine
         self._actions: list[Action] = []
         self._sent: list[Send] = []
@@ -99,17 +99,25 @@ class _Author:
             (self._twins, 2),
             (self._again, 4),
             (self._weather, 3),
-            (self._preempt, 2),
+            (self._preempt, 4),
             (self._forget, 2),
             (self._weights, 1),
             (self._replace, 3 if self._engine.adapters else 0),
-            (self._restart, 3 if self._engine.disk or self._engine.shares else 0),
+            (self._restart, 3 if self._outlives else 0),
         ]
         choices, shares = zip(*scenes, strict=True)
-        for scene in rng.choices(choices, shares, k=rng.randrange(5, 10)):
+        chosen = rng.choices(choices, shares, k=rng.randrange(5, 10))
+        if self._outlives and self._restart not in chosen:
+            chosen.insert(rng.randrange(1, len(chosen) + 1), self._restart)
+        for scene in chosen:
             scene()
         self._ask_again()
         return Storm(self._first, tuple(self._actions), self._seed)
+
+    @property
+    def _outlives(self) -> bool:
+        """Whether anything is left when an engine has ended."""
+        return self._engine.disk or self._engine.shares
 
     # -- scenes ----------------------------------------------------------------------------------
 
