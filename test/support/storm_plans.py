@@ -37,6 +37,10 @@ ASKED_AGAIN = 5
 """Prompts, when the storm is over."""
 AUDITS = ("--hc-audit", "1")
 PAGES = (1, 64)
+HOST_BLOCKS = (1000, 32, 16)
+"""In the host memory of the smaller models; a storm has about 50."""
+BLOCK_KIB = {"deepseek-v3.2": 110, "kimi-linear": 60}
+"""What a block takes of it, with a share of an end."""
 _FLAGS: tuple[tuple[str, ...], ...] = (
     (),
     (),
@@ -79,7 +83,10 @@ class _Author:
             adapters=adapters,
         )
         if kind:
-            self._engine = replace(self._engine, kind=kind, plan="kv", adapters={}, meets=False)
+            host = layout.choice(HOST_BLOCKS) * BLOCK_KIB.get(kind, 160) / 2**20
+            self._engine = replace(
+                self._engine, kind=kind, plan="kv", adapters={}, meets=False, host_gib=host
+            )
         shares = layout.random() < (0.3 if self._engine.disk else 0.8)
         self._pages = pages_of(kind)
         self._engine = replace(self._engine, shares=shares, page=layout.choice(self._pages))
