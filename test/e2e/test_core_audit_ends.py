@@ -79,7 +79,6 @@ def audited(
         ("granite-4", ()),
         ("qwen3.5", ()),
         ("kimi-linear", ()),
-        ("nemotron-h", ()),
         ("deepseek-v3.2", ()),
         ("glm-5", ()),
     ],
@@ -103,7 +102,6 @@ def test_what_is_right_passes(
         slow("granite-4", partial(state_core.stale, name=None), "state"),
         slow("qwen3.5", partial(state_core.missing, name=None), "state"),
         slow("kimi-linear", partial(state_core.stale, name=None), "state"),
-        slow("nemotron-h", partial(state_core.stale, name=None), "state"),
         slow("deepseek-v3.2", partial(sparse_core.exchange, parts=slice(1, None)), "kv"),
     ],
 )

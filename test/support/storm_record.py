@@ -51,6 +51,10 @@ class Record:
         known = set(_seeds(self._kinds.get(kind or PLAIN, {})))
         return [seed for seed in seeds if seed not in known]
 
+    def storms(self, kind: str) -> int:
+        """How many of a kind are in it."""
+        return _row(self._kinds[kind or PLAIN])[0] if (kind or PLAIN) in self._kinds else 0
+
     def gaps(self, kind: str) -> list[str]:
         """Why the storms of a kind prove less than they are to: what never happened in them, and
         what was wrong. Each is a sentence."""
@@ -59,7 +63,13 @@ class Record:
         needed = [*COLUMNS, *(page_count(page) for page in pages_of(kind))]
         needed += [STATE_COUNT] if kind in STATES.names else []
         found = [f"{name}: no {count}" for count in needed if not own.get(count)]
-        return found + [f"{name}: seed {seed} was wrong" for seed in own.get("wrong", ())]
+        return found + self.wrong(kind)
+
+    def wrong(self, kind: str) -> list[str]:
+        """Of these what was wrong."""
+        name = kind or PLAIN
+        seeds = self._kinds.get(name, {}).get("wrong", ())
+        return [f"{name}: seed {seed} was wrong" for seed in seeds]
 
     def add(self, kind: str, seed: int, counts: Counter[str], is_wrong: bool) -> None:
         """One storm is over, a seed that `lacks` has named."""

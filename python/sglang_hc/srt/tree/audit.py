@@ -47,8 +47,8 @@ logger = logging.getLogger(__name__)
 
 AUDITED = RECOMPUTED | {
     "DeepseekV32ForCausalLM", "Gemma4ForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM",
-    "GraniteMoeHybridForCausalLM", "KimiLinearForCausalLM", "NemotronHForCausalLM",
-    "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
+    "GraniteMoeHybridForCausalLM", "KimiLinearForCausalLM", "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
 }  # fmt: skip
 """Model classes that were checked to compute on their own what they compute in a request."""
 
