@@ -78,6 +78,7 @@ def audited(
         ("qwen3-next", ("--page-size", "64", "--chunked-prefill-size", "128")),
         ("granite-4", ()),
         ("qwen3.5", ()),
+        ("kimi-linear", ()),
         ("deepseek-v3.2", ()),
         ("glm-5", ()),
     ],
@@ -100,6 +101,7 @@ def test_what_is_right_passes(
         slow("gemma4", window_core.exchange, "window"),
         slow("granite-4", partial(state_core.stale, name=None), "state"),
         slow("qwen3.5", partial(state_core.missing, name=None), "state"),
+        slow("kimi-linear", partial(state_core.stale, name=None), "state"),
         slow("deepseek-v3.2", partial(sparse_core.exchange, parts=slice(1, None)), "kv"),
     ],
 )

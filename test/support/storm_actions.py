@@ -15,14 +15,18 @@ PLAIN_MODEL, ADAPTED_MODEL = "llama-mha", "llama-gqa"
 @dataclass(frozen=True)
 class Engine:
     """How an engine starts. host_gib, pool (tokens): sizes of its tiers. disk: it has one, the same
-    directory as the engines before it. meets: by its profile, histories are half computed and half
-    read. weights, adapters: versions of its files, by an adapter's name. kind: name of a model of
-    `storm_models`; empty for one whose layers all have full attention."""
+    directory as the engines before it. shares: a directory that servers share (`--hc-remote file`)
+    is behind that, or in its place. page: rows of SGLang's pages, where the model lets us choose.
+    meets: by its profile, histories are half computed and half read. weights, adapters: versions
+    of its files, by an adapter's name. kind: name of a model of `storm_models`; empty for one whose
+    layers all have full attention."""
 
     plan: str = "kv"
     pool: int = 640
     host_gib: float = 0.2
     disk: bool = False
+    shares: bool = False
+    page: int = 1
     meets: bool = False
     chunk: int = 512
     flags: tuple[str, ...] = ()

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.tree.forgetting import Forgetting
 from sglang_hc.tree.namespaces import client_namespace
 from support import leaks, storm_models
 from support.adapters import adapter_flags, adapter_ids
 from support.core import Core, Idle
+from support.prompts import in_directory, on_disk
 from support.storm_actions import (
     Abort,
     Clock,
@@ -45,38 +47,51 @@ PASSES = 3000
 @dataclass
 class Fate:
     """What became of a request. likely: log probability of each token, where asked for. restored:
-    tokens that came from below the device."""
+    tokens that came from below the device; disk, shared: of these, from a tier below memory."""
 
     tokens: list[int] = field(default_factory=list)
     likely: list[float] = field(default_factory=list)
     finished: bool = False
     aborted: bool = False
     restored: int = 0
-    stored: int = 0
+    disk: int = 0
+    shared: int = 0
     retracted: int = 0
 
 
 @dataclass
 class Outcome:
     """Of one phase. fates: of its `Send`s, in their order. counts: of the tiers. passes: of the
-    scheduler."""
+    scheduler. evicted: tokens that left the device."""
 
     fates: list[Fate]
     counts: dict[str, int]
     passes: int
+    evicted: int
 
 
 class StormCore(Core):
     """A `Core` for a story told between its passes: leaving the event loop would leave behind what
     runs in it.
 
-    story: each of its steps is one pass.
+    story: each of its steps is one pass. evicted: tokens that have left the device.
     """
 
     def __init__(self, weather: Weather, *flags: str, **options: Any) -> None:
         self.weather = weather
         self.story: Iterator[None] = iter(())
+        self.evicted = 0
         super().__init__(*flags, **options)
+        for name in ("evict", "evict_for_alloc"):
+            setattr(self.tree, name, self._counting(getattr(self.tree, name)))
+
+    def _counting(self, evict: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **given: Any) -> Any:
+            result = evict(*args, **given)
+            self.evicted += result.num_tokens_evicted
+            return result
+
+        return counted
 
     def receive(self) -> list[Any]:
         self.passes += 1
@@ -117,7 +132,7 @@ class Player:
         self._folder = folder
         self._weather = weather
         self._model = engine.model
-        flags = list(engine_flags(engine, weather.folder))
+        flags = list(engine_flags(engine, weather.folder, str(folder / "shared")))
         if engine.adapters:
             for name, version in engine.adapters.items():
                 self._write_adapter(name, version)
@@ -255,7 +270,8 @@ class Player:
             assert len(self._forgotten) == self._forgets, "who wants to be forgotten waits"
             leaks.everything_leaves(self.core, self._room)
             self.core.tree.release_host_resources()
-        return Outcome([sent.fate for sent in self._sent], counts, self.core.passes)
+        fates = [sent.fate for sent in self._sent]
+        return Outcome(fates, counts, self.core.passes, self.core.evicted)
 
     def _req(self, sent: _Sent) -> Any | None:
         reqs = self.core.named(sent.rid)
@@ -275,7 +291,8 @@ class Player:
         if req.return_logprob and found.output_token_logprobs_val:
             fate.likely = [float(value) for value in found.output_token_logprobs_val]
         fate.restored = req.cached_tokens_host + req.cached_tokens_storage
-        fate.stored = req.cached_tokens_storage
+        below = self.core.tree.reporting.prompts.below(req)
+        fate.disk, fate.shared = below[SourceTier.DISK], below[SourceTier.REMOTE]
         fate.retracted = req.retraction_count
 
     def _path(self, name: str) -> str:
@@ -302,12 +319,14 @@ _ACTS: dict[type, Callable[[Player, Any], Iterator[None] | None]] = {
 }
 
 
-def engine_flags(engine: Engine, disk: str) -> tuple[str, ...]:
-    """Those of SGLang and ours."""
-    below = ("--hc-disk", f"{disk}:1") if engine.disk else ()
+def engine_flags(engine: Engine, disk: str, shared: str) -> tuple[str, ...]:
+    """Those of SGLang and ours. disk, shared: directories."""
+    below = on_disk(disk) if engine.disk else ()
+    below += in_directory(shared) if engine.shares else ()
     return (
         "--hc-forms", engine.plan, "--max-total-tokens", str(engine.pool), "--dtype", "float32",
         "--hc-host-size-gb", str(engine.host_gib), "--chunked-prefill-size", str(engine.chunk),
+        "--page-size", str(engine.page),
         *below, *engine.flags,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ import random
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang_hc.ranks.agreement import Ranks
@@ -129,6 +129,15 @@ class LateDisk:
 
         self._late.add(self._weather.disk.delay, work)
 
+    def look_up(self, ticket: int, block_ids: Sequence[bytes], deadline: float) -> None:
+        def work() -> BlockDone:
+            if self._weather.monotonic() >= deadline:
+                return self._done(ticket, Outcome.TIMED_OUT)
+            self._inner.look_up(ticket, block_ids, in_time())
+            return self._answer(ticket)
+
+        self._late.add(self._weather.disk.delay, work)
+
     def poll(self) -> list[BlockDone]:
         late = self._late.take()
         others, self._others = [*self._others, *self._inner.poll()], []
@@ -148,12 +157,13 @@ class LateDisk:
 
         until(lambda: found, look, pause=0.0002)
         (done,) = found
-        self._weather.counts[f"disk {done.outcome.value}"] += 1
+        self._weather.counts[f"{done.tier} {done.outcome.value}"] += 1
         return done._replace(at=time.monotonic())
 
     def _done(self, ticket: int, outcome: Outcome) -> BlockDone:
-        self._weather.counts[f"disk {outcome.value}"] += 1
-        return BlockDone(ticket, outcome, "disk", time.monotonic())
+        tier: str = self._inner.tier.value
+        self._weather.counts[f"{tier} {outcome.value}"] += 1
+        return BlockDone(ticket, outcome, tier, time.monotonic())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -26,6 +26,7 @@ from support.storm_actions import (
     Storm,
     Weights,
 )
+from support.storm_models import SPARSE
 from support.storm_oracle import ADAPTERS, LONGEST_REPLY, TURNS, VERSIONS
 
 PLANS = ("hidden", "hidden", "hidden:2,kv:2", "recompute:1,hidden:1,kv:2", "kv")
@@ -35,6 +36,11 @@ FAULTS = ("read error", "short read", "write error", "full", "read-only", "remov
 ASKED_AGAIN = 5
 """Prompts, when the storm is over."""
 AUDITS = ("--hc-audit", "1")
+PAGES = (1, 64)
+HOST_BLOCKS = (1000, 32, 16)
+"""In the host memory of the smaller models; a storm has about 50."""
+BLOCK_KIB = {"deepseek-v3.2": 110, "kimi-linear": 60}
+"""What a block takes of it, with a share of an end."""
 _FLAGS: tuple[tuple[str, ...], ...] = (
     (),
     (),
@@ -48,6 +54,11 @@ _FLAGS: tuple[tuple[str, ...], ...] = (
 )
 
 
+def pages_of(kind: str) -> tuple[int, ...]:
+    """Pages that storms of a kind have: SGLang leaves no choice where an index is in pages."""
+    return PAGES[1:] if kind in SPARSE.names else PAGES
+
+
 def storm_of(seed: int, kind: str = "") -> Storm:
     """The same for the same seed, on every machine. kind: see `Engine`."""
     return _Author(seed, kind).storm()
@@ -58,7 +69,8 @@ class _Author:
 
     def __init__(self, seed: int, kind: str) -> None:
         self._seed = seed
-        self._rng = rng = random.Random(f"storm {seed}")
+        self._rng = rng = random.Random(f"storm {seed}{kind}")
+        self._layout = layout = random.Random(f"layout {seed}{kind}")
         adapters = {name: 0 for name in ADAPTERS} if rng.random() < 0.3 else {}
         self._engine = Engine(
             plan="kv" if adapters else rng.choice(PLANS),
@@ -67,11 +79,17 @@ class _Author:
             disk=rng.random() < (0.9 if adapters else 0.6),
             meets=rng.random() < 0.3,
             chunk=rng.choice((64, 128, 512)),
-            flags=rng.choice(_FLAGS) + (AUDITS if seed % 3 == 0 else ()),
+            flags=rng.choice(_FLAGS) + (AUDITS if layout.random() < 0.5 else ()),
             adapters=adapters,
         )
         if kind:
-            self._engine = replace(self._engine, kind=kind, plan="kv", adapters={}, meets=False)
+            host = layout.choice(HOST_BLOCKS) * BLOCK_KIB.get(kind, 160) / 2**20
+            self._engine = replace(
+                self._engine, kind=kind, plan="kv", adapters={}, meets=False, host_gib=host
+            )
+        shares = layout.random() < (0.3 if self._engine.disk else 0.8)
+        self._pages = pages_of(kind)
+        self._engine = replace(self._engine, shares=shares, page=layout.choice(self._pages))
         self._first = self._engine
         self._actions: list[Action] = []
         self._sent: list[Send] = []
@@ -88,17 +106,25 @@ class _Author:
             (self._twins, 2),
             (self._again, 4),
             (self._weather, 3),
-            (self._preempt, 2),
+            (self._preempt, 4),
             (self._forget, 2),
             (self._weights, 1),
             (self._replace, 3 if self._engine.adapters else 0),
-            (self._restart, 3 if self._engine.disk else 0),
+            (self._restart, 3 if self._outlives else 0),
         ]
         choices, shares = zip(*scenes, strict=True)
-        for scene in rng.choices(choices, shares, k=rng.randrange(5, 10)):
+        chosen = rng.choices(choices, shares, k=rng.randrange(5, 10))
+        if self._outlives and self._restart not in chosen:
+            chosen.insert(rng.randrange(1, len(chosen) + 1), self._restart)
+        for scene in chosen:
             scene()
         self._ask_again()
         return Storm(self._first, tuple(self._actions), self._seed)
+
+    @property
+    def _outlives(self) -> bool:
+        """Whether anything is left when an engine has ended."""
+        return self._engine.disk or self._engine.shares
 
     # -- scenes ----------------------------------------------------------------------------------
 
@@ -185,7 +211,10 @@ class _Author:
     def _restart(self) -> None:
         """With something changed."""
         rng, old = self._rng, self._engine
-        changed: dict[str, object] = {"weights": rng.choice((0, 0, 0, 1))}
+        changed: dict[str, object] = {
+            "weights": rng.choice((0, 0, 0, 1)),
+            "page": self._layout.choice(self._pages),
+        }
         if old.adapters:
             changed["adapters"] = {name: rng.randrange(VERSIONS) for name in old.adapters}
         elif rng.random() < 0.3 and not old.kind:

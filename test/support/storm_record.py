@@ -15,19 +15,25 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.harness import machine
+from support.storm_models import STATES
+from support.storm_plans import pages_of
 
 PLAIN = "all layers have full attention"
-COUNTS = (
-    "engines", "requests", "aborted", "retractions", "restored tokens", "stored tokens",
-    "hc restored_states", "hc audited_blocks", "near ties",
-)  # fmt: skip
-"""What is written of each kind."""
 COLUMNS = {
-    "engines": "engines", "requests": "requests", "restored tokens": "tokens restored",
-    "stored tokens": "of these from disk", "retractions": "retractions", "aborted": "aborts",
-    "hc audited_blocks": "blocks audited",
+    "engines": "engines", "requests": "requests", "aborted": "aborts",
+    "retractions": "retractions", "evicted tokens": "tokens evicted",
+    "restored tokens": "tokens restored", "disk tokens": "of these from disk",
+    "shared tokens": "from a shared directory", "hc audited_blocks": "blocks audited",
 }  # fmt: skip
 """Of the table, by the name of the count."""
+STATE_COUNT = "hc restored_states"
+COUNTS = (*COLUMNS, "hc evicted_blocks", STATE_COUNT, "near ties")
+"""What is written of each kind, beside engines by their pages."""
+
+
+def page_count(page: int) -> str:
+    """Name of the count of engines with pages of so many rows."""
+    return f"engines with a page of {page}"
 
 
 class Record:
@@ -35,6 +41,7 @@ class Record:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._machine = machine.describe()
         self._kinds: dict[str, dict[str, Any]] = {}
         if path.exists():
             self._kinds = json.loads(path.read_text())["kinds"]
@@ -43,6 +50,26 @@ class Record:
         """Of these seeds those that are not in it."""
         known = set(_seeds(self._kinds.get(kind or PLAIN, {})))
         return [seed for seed in seeds if seed not in known]
+
+    def storms(self, kind: str) -> int:
+        """How many of a kind are in it."""
+        return _row(self._kinds[kind or PLAIN])[0] if (kind or PLAIN) in self._kinds else 0
+
+    def gaps(self, kind: str) -> list[str]:
+        """Why the storms of a kind prove less than they are to: what never happened in them, and
+        what was wrong. Each is a sentence."""
+        name = kind or PLAIN
+        own = self._kinds.get(name, {})
+        needed = [*COLUMNS, *(page_count(page) for page in pages_of(kind))]
+        needed += [STATE_COUNT] if kind in STATES.names else []
+        found = [f"{name}: no {count}" for count in needed if not own.get(count)]
+        return found + self.wrong(kind)
+
+    def wrong(self, kind: str) -> list[str]:
+        """Of these what was wrong."""
+        name = kind or PLAIN
+        seeds = self._kinds.get(name, {}).get("wrong", ())
+        return [f"{name}: seed {seed} was wrong" for seed in seeds]
 
     def add(self, kind: str, seed: int, counts: Counter[str], is_wrong: bool) -> None:
         """One storm is over, a seed that `lacks` has named."""
@@ -53,7 +80,7 @@ class Record:
         else:
             own["seeds"] = _ranges({*_seeds(own), seed})
         own["wrong"] = sorted(others)
-        for name in COUNTS:
+        for name in (*COUNTS, *(page_count(page) for page in pages_of(kind))):
             own[name] = own.get(name, 0) + (0 if is_wrong else counts[name])
         self._write()
 
@@ -63,7 +90,7 @@ class Record:
         about = {
             "experiment": "storms",
             "command": "python -m support.storms --seeds 0:200 --kind NAME --record FILE",
-            "machine": machine.describe(),
+            "machine": self._machine,
         }
         text = json.dumps({**about, "kinds": self._kinds, "tables": {"storms": table}}, indent=1)
         part = self._path.with_suffix(".part")

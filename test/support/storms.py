@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from support.storm_actions import Clock, Phase, Send, Storm, phases
 from support.storm_engine import Fate, Outcome, play
 from support.storm_oracle import Answer, Oracle
 from support.storm_plans import storm_of
-from support.storm_record import Record
+from support.storm_record import Record, page_count
 
 NEAR = 1e-3
 """Log probabilities differ by less: float32, whatever the order of additions."""
@@ -62,14 +62,17 @@ def run(storm: Storm, oracle: Oracle) -> Report:
 def _judge(report: Report, number: int, phase: Phase, outcome: Outcome, oracle: Oracle) -> None:
     counts = report.counts
     counts["engines"] += 1
+    counts[page_count(phase.engine.page)] += 1
     counts["passes"] += outcome.passes
+    counts["evicted tokens"] += outcome.evicted
     sends = [action for action in phase.actions if isinstance(action, Send)]
     for place, (send, ask, fate) in enumerate(zip(sends, phase.asks, outcome.fates, strict=True)):
         counts["requests"] += 1
         counts["aborted"] += fate.aborted
         counts["retractions"] += fate.retracted
         counts["restored tokens"] += fate.restored
-        counts["stored tokens"] += fate.stored
+        counts["disk tokens"] += fate.disk
+        counts["shared tokens"] += fate.shared
         wrong = _compare(fate, oracle[ask], counts)
         if wrong is None and phase.clean and not fate.aborted:
             if not fate.finished:
@@ -146,41 +149,62 @@ def _seeds(text: str) -> Sequence[int]:
 
 
 SHOWN = (
-    "storms", "engines", "requests", "restored tokens", "stored tokens", "aborted", "retractions",
-    "near ties", "differences",
+    "storms", "engines", "requests", "evicted tokens", "restored tokens", "disk tokens",
+    "shared tokens", "aborted", "retractions", "near ties", "differences",
 )  # fmt: skip
+
+
+TURN = 5
+"""Seeds of a kind before it is another one's turn."""
+
+
+def turns(
+    seeds: Sequence[int], kinds: Sequence[str], record: Record | None
+) -> Iterator[tuple[str, list[int]]]:
+    """A kind and seeds of it in turn, without those that the record has."""
+    for first in range(0, len(seeds), TURN):
+        for kind in kinds:
+            some = list(seeds[first : first + TURN])
+            yield kind, some if record is None else record.lacks(kind, some)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m support.storms")
     parser.add_argument("--seeds", default="0:20", help="FIRST:END, or some: 3,17,40")
     parser.add_argument("--cache", type=Path, help="folder for answers (default: a new one)")
-    parser.add_argument("--kind", default="", choices=("", *storm_models.KINDS))
-    parser.add_argument("--record", type=Path, help="file to add to; what it has is left out")
+    parser.add_argument(
+        "--kind", nargs="+", default=[""], choices=("", *storm_models.KINDS),
+        help=f"models; of several each has {TURN} seeds in turn (default: full attention)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--record", type=Path, help="file to add to; what it has is left out. What never happened "
+        "in all storms of a kind is an error",
+    )  # fmt: skip
     parser.add_argument("--shrink", action="store_true", help="look for a shorter storm")
     args = parser.parse_args(argv)
-    seeds, record = _seeds(args.seeds), Record(args.record) if args.record else None
-    if record is not None:
-        seeds = record.lacks(args.kind, seeds)
+    record = Record(args.record) if args.record else None
     failed, counts = 0, Counter[str]()
     with tempfile.TemporaryDirectory(prefix="oracle-") as folder:
         oracle = Oracle(args.cache or Path(folder))
-        learn(seeds, oracle, args.kind)
-        for seed in seeds:
-            began, storm = time.monotonic(), storm_of(seed, args.kind)
-            report = run(storm, oracle)
-            counts += report.counts
-            if record is not None:
-                record.add(args.kind, seed, report.counts, bool(report.wrong))
-            took = time.monotonic() - began
-            print(f"seed {seed}: {len(report.wrong)} wrong, {took:.1f} s", flush=True)
-            if report.wrong:
-                failed += 1
-                print("\n".join(report.wrong))
-                print(script(shrink(storm, oracle) if args.shrink else storm), flush=True)
+        for kind, seeds in turns(_seeds(args.seeds), args.kind, record):
+            learn(seeds, oracle, kind)
+            for seed in seeds:
+                began, storm = time.monotonic(), storm_of(seed, kind)
+                report = run(storm, oracle)
+                counts += report.counts
+                if record is not None:
+                    record.add(kind, seed, report.counts, bool(report.wrong))
+                took = time.monotonic() - began
+                print(f"{kind} seed {seed}: {len(report.wrong)} wrong, {took:.1f} s", flush=True)
+                if report.wrong:
+                    failed += 1
+                    print("\n".join(report.wrong))
+                    print(script(shrink(storm, oracle) if args.shrink else storm), flush=True)
     print(", ".join(f"{name} {counts[name]}" for name in SHOWN))
     print({name: value for name, value in sorted(counts.items()) if name.startswith("hc ")})
-    return min(1, failed)
+    gaps = [] if record is None else [gap for kind in args.kind for gap in record.gaps(kind)]
+    print("\n".join(gaps), end="\n" * bool(gaps))
+    return int(failed > 0 or bool(gaps))
 
 
 if __name__ == "__main__":

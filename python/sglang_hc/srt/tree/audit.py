@@ -46,7 +46,8 @@ logger = logging.getLogger(__name__)
 
 AUDITED = RECOMPUTED | {
     "DeepseekV32ForCausalLM", "Gemma4ForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM",
-    "GraniteMoeHybridForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
+    "GraniteMoeHybridForCausalLM", "KimiLinearForCausalLM", "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
 }  # fmt: skip
 """Model classes that were checked to compute on their own what they compute in a request."""
 
