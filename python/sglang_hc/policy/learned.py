@@ -13,6 +13,7 @@ from sglang_hc.policy.eviction import (
     NextUse,
     PinnedBlocks,
     QueuePolicy,
+    Wanted,
 )
 from sglang_hc.policy.owners import Owners
 from sglang_hc.policy.pauses import Away, Pauses
@@ -29,8 +30,14 @@ class LearnedPolicy(QueuePolicy[B]):
     worth nothing. Until enough is known the order is that of `queue`.
     """
 
-    def __init__(self, pauses: Pauses, window: NextUse, pinned: PinnedBlocks | None = None) -> None:
-        super().__init__(window, pinned)
+    def __init__(
+        self,
+        pauses: Pauses,
+        window: NextUse,
+        pinned: PinnedBlocks | None = None,
+        wanted: Wanted | None = None,
+    ) -> None:
+        super().__init__(window, pinned, wanted)
         self.pauses = pauses
         self._owners = Owners()
         self._learned = False
