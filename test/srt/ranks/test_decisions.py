@@ -14,12 +14,20 @@ from sglang_hc.tiers.tiers import FETCHING_S, KEEPING_S, WAITING_S, Tiers
 from support.start_groups import as_rank
 
 
-def tiers(*, coming: int = 0, meets: bool = False, waiting: int = 0, is_timed: bool = False) -> Any:
+def tiers(
+    *,
+    coming: int = 0,
+    meets: bool = False,
+    waiting: int = 0,
+    is_timed: bool = False,
+    learns: bool = False,
+) -> Any:
     return SimpleNamespace(
         disk=SimpleNamespace(coming=range(coming)),
         meetings=SimpleNamespace(under_way=meets),
         queue=SimpleNamespace(window=SimpleNamespace(queue=("r",) * waiting)),
         retention=SimpleNamespace(is_timed=is_timed),
+        away=object() if learns else None,
     )
 
 
@@ -28,6 +36,7 @@ def tiers(*, coming: int = 0, meets: bool = False, waiting: int = 0, is_timed: b
     [
         ({}, math.inf),
         ({"is_timed": True}, KEEPING_S),
+        ({"learns": True}, KEEPING_S),
         ({"waiting": 1, "is_timed": True}, WAITING_S),
         ({"coming": 1, "waiting": 1}, FETCHING_S),
         ({"meets": True}, FETCHING_S),  # it waits for blocks that found no slot, too
