@@ -100,4 +100,5 @@ def test_an_engine_tells_what_it_restores(models: None) -> None:
     assert not first
     (told,) = second
     assert 0 < told.pop("hc.restore_seconds") < 600
-    assert told.pop("hc.restored_tokens.host") == 192 and told["hc.plan"] == "load"
+    assert told.pop("hc.restored_tokens.host") == 200 + 8 - 1, "the last token has no state yet"
+    assert told["hc.plan"] == "load"
