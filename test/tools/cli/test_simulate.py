@@ -271,27 +271,27 @@ def test_sizes_for_the_mooncake_sample_are_within_a_tenth_of_the_smallest(capsys
 
 
 @pytest.mark.slow
-def test_the_error_of_a_sample_is_said_and_the_cheapest_row_has_none(capsys, monkeypatch):
-    """What the first part of a load needs is a tenth too much for all of it here."""
+@pytest.mark.parametrize(("tflops", "target", "at_least"), [("15", 23, True), ("14", 25, False)])
+def test_the_error_of_a_sample_is_said(capsys, monkeypatch, tflops, target, at_least):
+    """What the first part of a load needs is a third too much for all of it, at least; with slower
+    GPUs it is right."""
     monkeypatch.setattr(buying, "SAMPLE_TURNS", 150)
-    words = [*BUY, "--ttft-p90", "23", "--forms", "kv"]
-    assert main(["capacity", *words, "--json"]) == 0
+    load = [*BUY, "--gpu-tflops", tflops, "--forms", "kv"]
+    assert main(["capacity", *load, "--ttft-p90", str(target), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["searched_turns"] == 150 < answer["turns"]
     row = answer["rows"][0]
-    errors = [row["sample_error"] for row in answer["rows"] if row["sample_error"]]
-    assert row["meets"] and row["sample_error"] in errors
-    assert max(error["dram"] for error in errors) > 0.05
-    assert not row["sample_error"]["at_least"]
+    assert row["meets"] and row["sample_error"]["at_least"] == at_least
+    assert (row["sample_error"]["dram"] > 0.05) == at_least
 
     def p90(dram, ssd):
         sizes = ["--dram-gb", str(dram), "--disk-gb", str(ssd)]
-        assert main(["simulate", *BUY, "--forms", "kv", *sizes, "--json"]) == 0
+        assert main(["simulate", *load, *sizes, "--json"]) == 0
         return json.loads(capsys.readouterr().out)["ttft_p90"]
 
     dram, ssd = row["dram_gb"], row["ssd_gb"]
     assert p90(dram, ssd) == pytest.approx(row["p90"], rel=0.01)
-    assert p90(dram / 1.1, ssd) > 23 and (not ssd or p90(dram, ssd / 1.1) > 23)
+    assert (p90(dram / 1.1, ssd) > target) != at_least
 
 
 @pytest.mark.parametrize("needed", [0.9, 1.0, 1.05, 1.2, 1.3, 1.4, 2.0, 5.0])
