@@ -10,7 +10,6 @@ from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.clock import Clock
 from support.core import Core, run_in_child
 from support.prompts import SMALL, prompt
-from support.ranked_core import RankedCore, run_ranks
 
 PROMPTS = {name: prompt(name, 260) for name in ("build", "read")}
 
@@ -65,28 +64,3 @@ def test_who_is_about_to_come_back_stays(models: None, eviction: str, stays: str
     found = run_in_child(two_sessions, eviction)
     other = {"read": "build", "build": "read"}[stays]
     assert found[stays] >= 256 > found[other], found
-
-
-def of_rank(rank: int, port: int) -> tuple[list[bytes], list[float], int]:
-    """What a rank keeps of ten sessions of three turns that do not fit, and what it thinks of
-    them."""
-    from sglang_hc.srt.tree import capturing_tree
-
-    flags = *SMALL, "--hc-forms", "kv", "--hc-host-size-gb", "0.003", "--hc-eviction", "learned"
-    core = RankedCore(rank, port, *flags)
-    away, host = core.tree.tiers.away, core.tree.tiers.host
-    teach(away.pauses, Clock(away.clock() - 20_000))
-    capturing_tree.called_by = lambda req: ("read", "build")[len(req.origin_input_ids) // 64 % 2]
-    for turn in range(3):
-        for seed in range(10):
-            core.ask(prompt(seed, 190 + 70 * turn + 64 * (seed % 2)), 4)
-            core.settle()
-    assert away.pauses.returned > 2 * EVIDENCE and host.evicted_blocks > 0
-    worth = [session.value for session in away.pauses.sessions]
-    return sorted(node.block_id for node in host.tree.nodes()), worth, host.evicted_blocks
-
-
-@pytest.mark.slow
-def test_ranks_think_alike(models: None) -> None:
-    first, second = run_ranks(of_rank)
-    assert first == second
