@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_hc.srt.tree.audit_room import AuditRoom, Freed
 
@@ -49,3 +51,30 @@ def test_an_error_on_the_way_to_a_state_costs_no_slots() -> None:
     with pytest.raises(RuntimeError, match="planted"):
         AuditRoom.taken(tree_of(slots, states, fails=True), 33, 64)
     assert slots.available_size() == SLOTS
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_windows_are_given_back_once_however_many_slots_there_are(page: int) -> None:
+    """A history longer than a pass has more slots than second slots. In pages of 1 the others each
+    gave back slot 0, which was then lent to several tokens at once, or the audit ended halfway."""
+    full, windows = 8 * page, 6 * page
+    pool = SWAKVPool(
+        full, windows, page, torch.float32, 1, 1, [0], [1], "cpu", enable_memory_saver=False
+    )
+    slots = SWATokenToKVPoolAllocator(
+        full, windows, page, torch.float32, "cpu", pool, need_sort=False
+    )
+
+    def apart(count: int, seconds: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return slots.full_attn_allocator.alloc(count), slots.swa_attn_allocator.alloc(seconds)
+
+    tree = SimpleNamespace(
+        page_size=page, kept=page, device="cpu", allocate_apart=apart, states=None,
+        token_to_kv_pool_allocator=slots,
+    )  # fmt: skip
+    room = AuditRoom.taken(tree, 5 * page, page)
+    assert room is not None and room.held == Freed(slots=5 * page, windows=2 * page)
+    for start in range(0, 5 * page, page):
+        room.pair(start, start + page)
+    room.give_back()
+    assert (slots.full_available_size(), slots.swa_available_size()) == (full, windows)

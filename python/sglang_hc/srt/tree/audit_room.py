@@ -94,10 +94,13 @@ class AuditRoom:
         """Whoever gets them next writes behind what is still written, on the same stream."""
         allocator = self.tree.token_to_kv_pool_allocator
         if len(self.windows):
+            first, others = self.slots[: len(self.windows)], self.slots[len(self.windows) :]
             allocator.clear_full_to_swa_mapping(self.slots)
-            first = self.slots[: len(self.windows)]
             allocator.set_full_to_swa_mapping(first, self.windows)  # with which they are freed
-        allocator.free(self.slots)
+            allocator.free(first)
+            allocator.free_full(others)  # `free` would give back a second slot for each of them
+        else:
+            allocator.free(self.slots)
         if self.state is not None:
             self.tree.req_to_token_pool.mamba_allocator.free(self.state)
         return self.held
