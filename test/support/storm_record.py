@@ -63,13 +63,7 @@ class Record:
         needed = [*COLUMNS, *(page_count(page) for page in pages_of(kind))]
         needed += [STATE_COUNT] if kind in STATES.names else []
         found = [f"{name}: no {count}" for count in needed if not own.get(count)]
-        return found + self.wrong(kind)
-
-    def wrong(self, kind: str) -> list[str]:
-        """Of these what was wrong."""
-        name = kind or PLAIN
-        seeds = self._kinds.get(name, {}).get("wrong", ())
-        return [f"{name}: seed {seed} was wrong" for seed in seeds]
+        return found + [f"{name}: seed {seed} was wrong" for seed in own.get("wrong", ())]
 
     def add(self, kind: str, seed: int, counts: Counter[str], is_wrong: bool) -> None:
         """One storm is over, a seed that `lacks` has named."""
