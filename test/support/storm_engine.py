@@ -38,7 +38,7 @@ from support.storm_actions import (
 )
 from support.storm_io import PASS_S, Weather, use
 from support.storm_oracle import Oracle, load_weights
-from support.waiting import HANGS_S
+from support.waiting import HANGS_S, until
 
 PASSES = 3000
 """After so many passes without an end there is none."""
@@ -260,6 +260,7 @@ class Player:
         """Of the phase, when its story is told. One that ends cleanly closes its tiers."""
         if clean:
             self.core.settle()
+            until(lambda: len(self._forgotten) == self._forgets, self.core.tree.tiers.poll)
             leaks.nothing_is_saved(self.core)
         for sent in self._sent:
             self._fill(sent)
@@ -267,7 +268,6 @@ class Player:
         counts = {name: value for name, value in stats.items() if isinstance(value, int)}
         counts |= self._weather.counts
         if clean:
-            assert len(self._forgotten) == self._forgets, "who wants to be forgotten waits"
             leaks.everything_leaves(self.core, self._room)
             self.core.tree.release_host_resources()
         fates = [sent.fate for sent in self._sent]
