@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.learned import LearnedPolicy
 from sglang_hc.policy.pauses import Pauses, bucket_of
 from sglang_hc.queue.away import AwaySessions
@@ -11,6 +11,7 @@ from sglang_hc.queue.requests import Serial
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.clock import Clock
 from support.host import host_tier, keep
+from support.tiers import build
 
 
 class World:
@@ -79,3 +80,22 @@ def test_the_time_away_is_that_of_the_clock():
     world.away.upkeep()
     (session,) = world.away.pauses.sessions
     assert session.bucket == bucket_of(30.0)
+
+
+def test_who_was_away_when_the_weights_changed_does_not_count_as_gone_for_good():
+    world = World()
+    tiers, _, _ = build(LayerPlan(0, 0, 1), slots=64, device_slots=64)
+    tiers.queue.away = world.away
+    world.serve(tokens(0, 200), [7], "read")
+    (session,) = world.away.pauses.sessions
+    (count, *_) = [level for level, _ in session.counted]
+    world.clock.pass_time(30.0)
+    world.away.upkeep()
+    tiers.begin_version(lambda namespace: False)
+    assert not world.kinds
+    world.clock.pass_time(3600.0)
+    world.away.upkeep()
+    world.away.pauses.check_integrity()
+    assert [at for at, weight in enumerate(count.open) if weight] == [bucket_of(30.0)]
+    world.serve(tokens(0, 300), [7], "read")
+    assert world.kinds == [(None, "read", 1)] and world.away.pauses.returned == 0

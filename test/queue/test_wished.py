@@ -76,6 +76,18 @@ def test_it_displaces_what_nobody_wants_and_nothing_else() -> None:
     assert world.counters["wished_blocks"] == 2 and not len(world.wished)
 
 
+def test_what_other_weights_made_makes_room_whoever_retains_it() -> None:
+    world = World(slots=3, below="abcd")
+    for word in ("x", "y", "z"):
+        keep(world.host, tokens_of(word), "old")
+        old = world.host.tree.identities(Prefix("old", tokens_of(word)))
+        world.soft.retain("t", old, 60, 0)
+    world.host.prefer(lambda namespace: namespace is None)
+    world.ask("abcd")
+    world.come()
+    assert world.words() == {"a", "ab", "abc"}
+
+
 def test_both_sides_of_the_most_that_may_be_asked_for() -> None:
     world = World()
     assert all(world.ask("ab") for _ in range(MOST_ASKED))

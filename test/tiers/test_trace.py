@@ -7,6 +7,7 @@ import base64
 import json
 import os
 import threading
+from array import array
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.queue.requests import Serial
-from sglang_hc.tiers.trace import TOKEN_LIMIT, Pseudonyms, Recorder
+from sglang_hc.tiers.trace import Pseudonyms, Recorder
 from sglang_hc.tree.block_tree import common_tokens
 from sglang_hc.tree.identity import BLOCK_BYTES, TOKEN_BYTES, Prefix, pack_tokens
+from sglang_hc.tree.images import FIRST_ID, Image, Marks
 from support.host import FINGERPRINT
 from support.waiting import until
 
@@ -58,9 +60,23 @@ def test_ids_look_different_everywhere() -> None:
     assert _unpack(disguise(Pseudonyms(), [7] * 500))[:10] != out[:10]
 
 
-def test_an_id_too_large_is_refused() -> None:
-    with pytest.raises(OverflowError, match="cannot be recorded"):
-        Pseudonyms().block(1, pack_tokens([TOKEN_LIMIT]))
+def test_prompts_with_images_are_recorded_too(tmp_path: Path) -> None:
+    tokens, recorded = array("q", [7] * 200), []
+    recorder = Recorder(tmp_path / "t.jsonl", {}, FINGERPRINT)
+    for content in (b"a", b"b"):
+        ids = Marks(tokens, [Image(70, 130, content)]).ids(tokens)
+        assert max(ids) >= FIRST_ID
+        recorder.arrived(Serial(len(recorded)), Prefix(None, pack_tokens(ids)))
+        recorded.append(pack_tokens(ids))
+    recorder.close()
+    told = events(tmp_path / "t.jsonl")
+    assert [event["op"] for event in told if event["op"] != "block"] == [
+        *("root", "arrive", "arrive", "end")
+    ]
+    paths = [base64.b64decode(event["tokens"]) for event in told if event["op"] == "block"]
+    first, other = b"".join(paths[:4]), b"".join([paths[0], *paths[4:]])
+    assert common_tokens(first, other) == common_tokens(*recorded) == 70
+    assert all(0 <= token < 1 << 31 for token in _unpack(first + other))
 
 
 def events(path: Path) -> list[dict[str, Any]]:

@@ -343,6 +343,13 @@ class Pauses:
             if session.kind is not None and names(session.kind.namespace):
                 self._drop(session)
 
+    def lose_sight(self) -> None:
+        """Of all who are away: they come back under names that nobody knows. How long they have
+        been away counts, and nothing that follows."""
+        for session in list(self._all):
+            if session.kind is not None:
+                self._drop(session)
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless exactly the sessions that are away are known by their
         ends."""

@@ -177,6 +177,8 @@ class Tiers:
         whether the weights of now made what is in a namespace."""
         self.restorer.run_now()
         self._let_go()
+        if self.away is not None:
+            self.away.pauses.lose_sight()
         self.host.prefer(made)
         if self.ends is not None:
             self.ends.prefer(made)

@@ -50,13 +50,11 @@ from msgspec import Meta
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.queue.requests import Serial
 from sglang_hc.tree.identity import Prefix, block_id, root_id
+from sglang_hc.tree.images import FIRST_ID
 
 logger = logging.getLogger(__name__)
 
 TRACE_VERSION = 3
-
-TOKEN_LIMIT = 1 << 30
-"""Token ids from here on cannot be made unreadable; no vocabulary comes near."""
 
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 Size = Annotated[int, Meta(ge=1, le=1 << 62)]
@@ -119,13 +117,9 @@ class Pseudonyms:
         )
 
     def block(self, state: int, tokens: bytes) -> tuple[bytes, int]:
-        """Pseudonyms of one packed block, packed, and the state behind it.
-
-        Raises OverflowError for an id from TOKEN_LIMIT on.
-        """
-        ids = np.frombuffer(tokens, dtype=">i4").astype(np.uint64)
-        if int(ids.max(initial=0)) >= TOKEN_LIMIT:
-            raise OverflowError(f"token ids from {TOKEN_LIMIT} on cannot be recorded")
+        """Pseudonyms of one packed block, packed, and the state behind it. Of ids that stand for an
+        image, the bits below FIRST_ID count: there is room for no more."""
+        ids = np.frombuffer(tokens, dtype=">i4").astype(np.uint64) % np.uint64(FIRST_ID)
         count = len(ids)
         sums = np.zeros(count + 1, dtype=np.uint64)
         np.cumsum((ids + np.uint64(1)) * self._inverse[1 : count + 1], out=sums[1:])

@@ -334,10 +334,11 @@ class Ends:
         for end in self._beyond_share():
             if not end.pins and (is_protected is None or not is_protected(end)):
                 yield end
-        for end in self._policy.victims():
-            if is_protected is None or not is_protected(end):
+        policy = self._policy
+        for end in policy.victims():
+            if is_protected is None or not is_protected(end) or policy.is_outdated(end):
                 yield end
-            elif self._policy.by_need:
+            elif policy.by_need:
                 return
 
     def _beyond_share(self) -> list[End]:

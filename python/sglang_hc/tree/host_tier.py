@@ -134,15 +134,16 @@ class HostTier:
     def evict(
         self, count: int, now: float, is_protected: IsProtected[BlockNode] | None = None
     ) -> int:
-        """Free up to `count` slots, best victims first, none of those `is_protected` is true for.
+        """Free up to `count` slots, best victims first, none of those `is_protected` is true for,
+        but for what is outdated.
 
         Returns how many; 0 is always safe.
         """
-        freed = 0
+        freed, policy = 0, self._policy
         if count > 0:
-            for node in self._policy.victims():
-                if is_protected and is_protected(node):
-                    if self._policy.by_need:
+            for node in policy.victims():
+                if is_protected and is_protected(node) and not policy.is_outdated(node):
+                    if policy.by_need:
                         break
                     continue
                 self.drop(node)

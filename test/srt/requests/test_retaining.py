@@ -9,9 +9,11 @@ import pytest
 
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.soft_retention import SoftRetention
+from sglang_hc.srt.engine.guard import SglangTree
 from sglang_hc.srt.requests import agents
 from sglang_hc.srt.requests.agents import Retain
 from sglang_hc.srt.requests.forgetting import forget
+from sglang_hc.srt.requests.pins import control
 from sglang_hc.srt.requests.retaining import PREFIX, answer
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
@@ -70,6 +72,32 @@ def test_a_session_is_known_in_its_namespace_alone(tiers: Tiers) -> None:
     tiers.forget(Forgetting("s4:acme"))
     assert ask(tiers, "retain", session="s", namespace="s4:acme")["status"] == 404
     assert not any(values(tiers, "s4:acme"))
+
+
+def test_state_of_the_weights_of_now_is_meant(tiers: Tiers) -> None:
+    """By tokens, and by a session that others answered last."""
+    new = "k1:aw1:b"
+    keep(tiers.host, pack_tokens(TOKENS), new)
+    tiers.used(Prefix("k1:a", pack_tokens(TOKENS)), session="s")
+    tree = object.__new__(SglangTree)
+    tree.tiers, tree.version = tiers, "b"
+    replies: list[Any] = []
+    channels = SimpleNamespace(
+        send_to_tokenizer=SimpleNamespace(send_output=lambda reply, _: replies.append(reply))
+    )
+    scheduler = SimpleNamespace(tree_cache=tree, ipc_channels=channels)
+    for named in ({"session": "s"}, {"tokens": TOKENS}, {"tokens": TOKENS, "session": "t"}):
+        for action in ("demote", "retain"):
+            body = {"namespace": "k1:a", "session": None, "tokens": None} | named
+            request = SimpleNamespace(
+                method=PREFIX + action, body=body | {"ttl_s": 60.0, "priority": 100}
+            )
+            control(None, scheduler, request)
+            assert all((value > 0) == (action == "retain") for value in values(tiers, new))
+            assert all(values(tiers, new)) and not any(values(tiers, "k1:a"))
+            tiers.retention.soft.forget(lambda owner: True)
+    assert [reply.response[0]["blocks"] for reply in replies] == [4] * 6
+    assert tiers.retention.left_by("k1:a", "t") == Prefix(new, pack_tokens(TOKENS))
 
 
 def test_what_another_session_retains_is_not_demoted(tiers: Tiers) -> None:
