@@ -117,6 +117,29 @@ def test_a_path_retained_over_and_over_leaves_nothing_behind():
     assert len(soft._steps) <= 2 + FEW_STEPS and len(soft) == 20
 
 
+@given(st.floats(0, 2e9), st.floats(0, 1e-3, exclude_min=True), st.floats(0, 8), st.floats(0.01, 1))
+def test_what_ends_at_once_ends(now: float, seconds: float, ulps: float, weight: float):
+    """As a client may ask: below what a clock of floats tells apart, and with 2 calls at a time."""
+    soft = SoftRetention(max_blocks=100)
+    for asked in (seconds, max(5e-324, ulps * math.ulp(now)), math.ulp(now)):
+        soft.retain("t", ids("a"), asked, now, weight)
+        soft.advance(now)
+        soft.check_integrity()
+    soft.advance(now + 0.01)
+    assert len(soft) == 0
+
+
+def test_what_a_path_begins_with_is_noted_by_few_of_those_who_retain_it():
+    """Of each claim one block stays its own: the end of its path."""
+    soft = SoftRetention(max_blocks=4000)
+    begin = [b"%d" % number for number in range(500)]
+    for number in range(300):
+        soft.retain("t", [*begin, b"end %d" % number], 3600, number)
+    soft.check_integrity()
+    assert len(soft) == 800
+    assert sum(len(one.blocks) for one in soft._claims["t"]) <= 2 * len(soft)
+
+
 OWNERS = st.sampled_from(["t", "u", None])
 STEPS = st.lists(
     st.tuples(

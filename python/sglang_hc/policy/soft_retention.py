@@ -26,6 +26,9 @@ RETAINED_SHARE = 0.5
 MAX_RETAIN_S = 3600.0
 """Longest retention, in seconds."""
 
+MIN_RETAIN_S = 0.001
+"""Shortest one: steps within it are further apart than what a clock of floats tells apart."""
+
 MAX_CLAIMS = 8192
 """Most retentions at a time."""
 
@@ -42,8 +45,8 @@ FEW_STEPS = 64
 @dataclass(eq=False, slots=True)
 class Claim:
     """What one call retained. weight: in (0, 1], or DEMOTED. session: whose claim it is; None for
-    nobody's. blocks: of which `count` are still this claim's. level: its value in steps. step: when
-    that changes next."""
+    nobody's. blocks: of which `count`, at least half, are still this claim's. level: its value in
+    steps. step: when that changes next."""
 
     owner: str | None
     session: str | None
@@ -128,14 +131,15 @@ class SoftRetention:
         """Want blocks of one path, root first, until now + seconds: as many of the first ones as
         `max_blocks` allows. Where a block is wanted for longer already, that stays.
 
-        weight: in (0, 1]; DEMOTED has them leave first, where nobody but this session wants them,
-        and as many of the last ones.
+        seconds: less than MIN_RETAIN_S count as that. weight: in (0, 1]; DEMOTED has them leave
+        first, where nobody but this session wants them, and as many of the last ones.
         Returns how many of them are retained, or leave first. Raises ValueError for a wrong weight
         or time.
         """
         if not (0 < seconds <= MAX_RETAIN_S and (0 < weight <= 1 or weight == DEMOTED)):
             raise ValueError(f"cannot retain for {seconds:g} s with weight {weight:g}")
         self.advance(now)
+        seconds = max(seconds, MIN_RETAIN_S)
         if not share(self._max_claims, self._count - len(self._claims.get(owner, ()))):
             return 0
         most = self.max_blocks(owner)
@@ -183,6 +187,7 @@ class SoftRetention:
         assert Counter(claim for claim in self._of.values()) == Counter(
             {claim: claim.count for claim in everything}
         )
+        assert all(len(claim.blocks) <= 2 * claim.count for claim in everything)
         for owner, held in self._held.items():
             assert 0 < held == sum(claim.count for claim in self._claims[owner])
         assert self.demoted == sum(claim.weight < 0 for claim in self._of.values())
@@ -237,6 +242,8 @@ class SoftRetention:
             self._count -= 1
             if not claims:
                 del self._claims[claim.owner]
+        elif 2 * claim.count < len(claim.blocks):
+            claim.blocks = [one for one in claim.blocks if self._of.get(one) is claim]
         if not self._held[claim.owner]:
             del self._held[claim.owner]
 
