@@ -72,6 +72,15 @@ def test_a_session_is_known_in_its_namespace_alone(tiers: Tiers) -> None:
     assert not any(values(tiers, "s4:acme"))
 
 
+def test_tokens_mean_what_the_weights_of_now_made(tiers: Tiers) -> None:
+    made = "s4:acmew2:v2"
+    keep(tiers.host, pack_tokens(TOKENS), made)
+    body = {"namespace": "s4:acme", "session": "s", "tokens": TOKENS}
+    assert answer(tiers, PREFIX + "demote", body, "v2")["blocks"] == 4
+    assert not any(values(tiers, "s4:acme")) and all(value < 0 for value in values(tiers, made))
+    assert tiers.retention.left_by("s4:acme", "s") == Prefix(made, pack_tokens(TOKENS))
+
+
 def test_what_another_session_retains_is_not_demoted(tiers: Tiers) -> None:
     left = Prefix(None, pack_tokens(TOKENS))
     agents.apply(tiers.retention, left, [Retain(60, tokens=130)], "mine")

@@ -99,7 +99,8 @@ def control(original: Callable[..., Any], self: Any, recv_req: DumperControlReqI
     elif method.startswith(self_test.PREFIX):
         reply(self_test.answer(tree, method, body))
     elif method.startswith(retaining.PREFIX):
-        reply(retaining.answer(None if tree is None else tree.tiers, method, body))
+        tiers, weights = (None, None) if tree is None else (tree.tiers, tree.version)
+        reply(retaining.answer(tiers, method, body, weights))
     else:
         if tree is not None and method == PREFIX + "pin":
             own = Namespace.of(body.get("namespace"))._replace(weights=tree.version)

@@ -9,6 +9,7 @@ from typing import Any
 from sglang_hc.srt.requests.forgetting import NO_TIERS
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.identity import Prefix, pack_tokens
+from sglang_hc.tree.namespaces import Namespace
 
 logger = logging.getLogger(__name__)
 
@@ -16,25 +17,28 @@ PREFIX = "hc_retention/"
 """Of the method names in these control requests: retain, demote, prefetch."""
 
 
-def answer(tiers: Tiers | None, method: str, body: dict[str, Any]) -> dict[str, Any]:
+def answer(
+    tiers: Tiers | None, method: str, body: dict[str, Any], weights: str | None = None
+) -> dict[str, Any]:
     """The reply to one control request: an HTTP `status`, and what the client is shown. body:
     `namespace`, `session`, `tokens` (None: what the session left last), and for retain `ttl_s` and
-    `priority` of 100."""
+    `priority` of 100. weights: in namespaces, those that there are now."""
     if tiers is None:
         return _error(501, NO_TIERS)
     try:
-        return _answer(tiers, method.removeprefix(PREFIX), body)
+        return _answer(tiers, method.removeprefix(PREFIX), body, weights)
     except Exception:
         logger.exception("sglang-hc: a control request failed")
         return _error(500, "the request failed; the server's log says why")
 
 
-def _answer(tiers: Tiers, action: str, body: dict[str, Any]) -> dict[str, Any]:
+def _answer(tiers: Tiers, action: str, body: dict[str, Any], weights: str | None) -> dict[str, Any]:
     retention, session, tokens = tiers.retention, body["session"], body["tokens"]
     if tokens is None:
         path = retention.left_by(body["namespace"], session)
     else:
-        path = Prefix(body["namespace"], pack_tokens(tokens))
+        own = Namespace.of(body["namespace"])._replace(weights=weights)
+        path = Prefix(own.pack(), pack_tokens(tokens))
         if session is not None:
             retention.note(session, path)
     if path is None:
