@@ -7,7 +7,7 @@ from collections import Counter
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.soft_retention import SoftRetention
 from sglang_hc.queue.lookahead import LookAhead
-from sglang_hc.queue.wished import MOST_ASKED, WishedFetches
+from sglang_hc.queue.wished import LOOKS, MOST_ASKED, WishedFetches
 from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.tree.identity import Prefix
 from support.fake_io import FakeIo
@@ -74,6 +74,25 @@ def test_it_displaces_what_nobody_wants_and_nothing_else() -> None:
     world.come()
     assert world.words() >= {"x", "y"} and "z" not in world.words()
     assert world.counters["wished_blocks"] == 2 and not len(world.wished)
+
+
+def test_a_pass_looks_at_few_and_whoever_waits_for_an_answer_holds_up_nobody(monkeypatch) -> None:
+    world = World(below="b")
+    asked: list[bytes] = []
+    unknown = identities(tokens_of("a"))
+
+    def ask(block_ids):
+        asked.extend(block_ids[:1])
+        return block_ids[:1] == unknown
+
+    monkeypatch.setattr(world.io, "ask", ask)
+    for word in "a" * (3 * LOOKS) + "b":
+        assert world.ask(word)
+    for passes in range(1, 4):
+        world.come()
+        assert len(asked) == passes * LOOKS and not world.words()
+    world.come()
+    assert world.words() == {"b"} and len(world.wished) == 3 * LOOKS
 
 
 def test_both_sides_of_the_most_that_may_be_asked_for() -> None:

@@ -12,6 +12,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 
 from sglang_hc.policy.eviction import Block
 from sglang_hc.queue.requests import QueuedPrompt, Serial
@@ -21,8 +22,11 @@ from sglang_hc.tree.identity import Prefix
 MOST_ASKED = 64
 """Paths of which it is not known yet what is below; more are not taken."""
 
+LOOKS = 4
+"""Of them, how many are looked at in one pass: a look costs the blocks of a path."""
+
 MOST_LOOKS = 4096
-"""Passes in which one of them is looked at, should no answer come."""
+"""How often one of them is looked at, should no answer come."""
 
 
 class WishedFetches:
@@ -51,11 +55,14 @@ class WishedFetches:
         return True
 
     def go_on(self) -> None:
-        """Begin what can begin. Called in every pass."""
-        for serial in tuple(self._asked):
-            self._asked[serial] += 1
-            if self._begin(serial) or self._asked[serial] == MOST_LOOKS:
+        """Begin what can begin. Called in every pass: they take turns."""
+        for serial in tuple(islice(self._asked, LOOKS)):
+            looks = self._asked[serial] + 1
+            if self._begin(serial) or looks == MOST_LOOKS:
                 self._leave(serial)
+            else:
+                del self._asked[serial]
+                self._asked[serial] = looks
 
     def give_up_all(self) -> None:
         """Nothing of what is below may be read any more."""
