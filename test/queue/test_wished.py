@@ -76,6 +76,18 @@ def test_it_displaces_what_nobody_wants_and_nothing_else() -> None:
     assert world.counters["wished_blocks"] == 2 and not len(world.wished)
 
 
+def test_what_other_weights_made_makes_room_although_it_is_retained() -> None:
+    world = World(slots=2, below="ab")
+    for word in ("x", "y"):
+        keep(world.host, tokens_of(word), "w3:old")
+        old = world.host.tree.identities(Prefix("w3:old", tokens_of(word)))
+        assert world.soft.retain(None, old, 60, 0) == 1
+    world.host.prefer(lambda namespace: namespace is None)
+    world.ask("ab")
+    world.come()
+    assert world.words() == {"a", "ab"}
+
+
 def test_a_pass_looks_at_few_and_whoever_waits_for_an_answer_holds_up_nobody(monkeypatch) -> None:
     world = World(below="b")
     asked: list[bytes] = []

@@ -221,6 +221,10 @@ class EvictionPolicy(ABC, Generic[B]):
             if entry.block.is_leaf:
                 self._push(entry)
 
+    def is_outdated(self, block: B) -> bool:
+        """Whether this holds: then nobody's pin or wish keeps the block."""
+        return self._is_outdated is not None and self._is_outdated(block)
+
     def victims(self) -> Iterator[B]:
         """Leaves in the order they should leave.
 
@@ -249,8 +253,7 @@ class EvictionPolicy(ABC, Generic[B]):
 
     def _rank(self, entry: Entry[B]) -> float:
         """First part of the key of what nobody needs."""
-        outdated = self._is_outdated is not None and self._is_outdated(entry.block)
-        return OUTDATED if outdated else NOT_NEEDED
+        return OUTDATED if self.is_outdated(entry.block) else NOT_NEEDED
 
     def _entered(self, entry: Entry[B]) -> None:
         """For subclasses: a block came in."""

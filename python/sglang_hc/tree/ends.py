@@ -335,7 +335,7 @@ class Ends:
             if not end.pins and (is_protected is None or not is_protected(end)):
                 yield end
         for end in self._policy.victims():
-            if is_protected is None or not is_protected(end):
+            if is_protected is None or not is_protected(end) or self._policy.is_outdated(end):
                 yield end
             elif self._policy.by_need:
                 return

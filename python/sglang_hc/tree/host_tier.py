@@ -134,14 +134,16 @@ class HostTier:
     def evict(
         self, count: int, now: float, is_protected: IsProtected[BlockNode] | None = None
     ) -> int:
-        """Free up to `count` slots, best victims first, none of those `is_protected` is true for.
+        """Free up to `count` slots, best victims first, none of those `is_protected` is true for
+        but what is outdated (`prefer`).
 
         Returns how many; 0 is always safe.
         """
         freed = 0
         if count > 0:
             for node in self._policy.victims():
-                if is_protected and is_protected(node):
+                kept = is_protected is not None and is_protected(node)
+                if kept and not self._policy.is_outdated(node):
                     if self._policy.by_need:
                         break
                     continue
