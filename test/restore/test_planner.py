@@ -224,3 +224,11 @@ def test_always_restores_and_fetches_whatever_it_costs() -> None:
     assert chooser.saved_seconds(0, 64, 0, 1) == float("inf") and chooser.block_seconds(DISK) == 0.0
     assert chooser.tries is None and chooser.try_seconds(0, 99) == 0.0
     assert chooser.token_seconds(HOST) > 0, "ready-first still compares by what things cost"
+
+
+def test_where_nothing_is_shared_no_plan_is_kept_for_a_pass_that_may_not_come() -> None:
+    """A state that comes back alone, its K and V still being on the device, queues no pass."""
+    chooser, counters = choice(LINK, recompute=False)
+    for _ in range(3):
+        chooser.take(chooser.as_stored(640))
+    assert counters["restore_decision_load"] == 3 and not chooser._taken
