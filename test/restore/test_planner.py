@@ -95,6 +95,14 @@ def test_what_cannot_be_recomputed_or_is_not_weighed_stays_as_it_is() -> None:
         assert chooser.share(loads) == (1, 1)
 
 
+def test_plans_of_passes_without_restorations_do_not_gather() -> None:
+    """Of a recurrent model a state alone may come back, for which nothing is queued."""
+    chooser = choice(BALANCED, recompute=False)[0]
+    for _ in range(3):
+        chooser.take(chooser.choose(1000, 0, 10))
+    assert not chooser._taken
+
+
 def test_an_unmeasured_machine_loads_everything_and_says_so() -> None:
     chooser, counters = choice(None)
     found = chooser.choose(640, 64, 1)

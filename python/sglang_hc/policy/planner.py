@@ -103,7 +103,7 @@ class RestorePlanner:
 
     def take(self, plan: RestorePlan) -> None:
         """The plan is carried out in the pass that begins next: count it."""
-        if plan.tokens:
+        if plan.tokens and self._can_recompute:  # else nothing is shared
             self._taken.append(plan)
         if plan.choice is Choice.TRY:
             self._tries_of(plan).tried()

@@ -122,6 +122,35 @@ def test_what_a_full_store_refuses_is_asked_for_again_while_that_helps(
     io.close()
 
 
+def test_what_was_given_up_is_not_asked_for_again(store, pool, clock) -> None:
+    """It may be forgotten by then, and would come back."""
+    given_up = threading.Event()
+
+    class Full(FakeBackend):
+        def put(self, keys: Sequence[str], frames: Sequence[int]) -> Sequence[bool]:
+            done = super().put(keys[:1], frames[:1])
+            if len(keys) > 1:
+                assert given_up.wait(HANGS_S)
+            return [*done, *[False] * (len(keys) - 1)]
+
+    io = make_blocks(store, pool, clock, backend=Full)
+    first, *path = make_path(6)
+    store.hang()
+    io.write(5, first, 5, FOREVER)
+    store.wait_for_call()  # what is written meanwhile goes into one call
+    for slot, block in enumerate(path):
+        io.write(slot, block, slot, clock.now + 30)
+    store.open.set()
+    assert [done.ticket for done in wait(io, 1)] == [5]
+    until(lambda: store.calls.count("put") == 2)
+    clock.now += 31
+    assert [done.outcome for done in wait(io, 5)] == [Outcome.TIMED_OUT] * 5
+    given_up.set()
+    io.close()
+    kept = [storage_key(MODEL, name) for name in names_of([first, path[0]])]
+    assert set(store.values) == set(kept)
+
+
 def test_saves_that_keep_failing_do_not_stop_reads(io: KnownBlocks, store, pool) -> None:
     kept = make_path(1)
     save(io, pool, kept)

@@ -264,7 +264,8 @@ class RemoteStore:
         refused, before = self._put(ready), len(ready) + 1
         while 0 < len(refused) < before:  # once more, and as long as that helps
             time.sleep(ROOM_S)
-            refused, before = self._put(refused), len(refused)
+            wanted = [one for one in refused if one[0].outcome is None]  # the others are over
+            refused, before = self._put(wanted), len(refused)
         for job, _ in refused:
             job.complete(Outcome.IO_ERROR)
 
