@@ -33,9 +33,7 @@ def answer(
         return _error(500, "the request failed; the server's log says why")
 
 
-def _answer(
-    tiers: Tiers, action: str, body: dict[str, Any], weights: str | None
-) -> dict[str, Any]:
+def _answer(tiers: Tiers, action: str, body: dict[str, Any], weights: str | None) -> dict[str, Any]:
     retention, session, tokens = tiers.retention, body["session"], body["tokens"]
     if tokens is None:
         path = retention.left_by(body["namespace"], session)
