@@ -80,6 +80,7 @@ class Pinned(NamedTuple):
 class _Pin(NamedTuple):
     blocks: set[bytes]
     expires: float
+    weights: str | None
 
 
 def share(most: int, others: int) -> int:
@@ -168,8 +169,9 @@ class SessionPins:
         blocks: Iterable[bytes],
         seconds: float,
         now: float,
+        weights: str | None = None,
     ) -> None:
-        """Pin `blocks` for the session until now + seconds.
+        """Pin `blocks`, which these weights made, for the session until now + seconds.
 
         Raises PinLimitError, and changes nothing, when the longest expiry would be passed, or when
         the namespace would have more blocks or sessions than before and than its bound.
@@ -197,7 +199,7 @@ class SessionPins:
                 f"{most} now: unpin another session or wait for one to expire"
             )
         self._count += old is None
-        self._pins.setdefault(namespace, pins)[session] = _Pin(wanted, now + seconds)
+        self._pins.setdefault(namespace, pins)[session] = _Pin(wanted, now + seconds, weights)
         self._note_end(now + seconds, namespace, session)
         for block_id in sorted(wanted - own):  # in the same order in every process
             self._sessions[block_id] += 1
@@ -222,6 +224,12 @@ class SessionPins:
         """End the pins of all namespaces that `names` is true for. Returns how many."""
         gone = [(owner, s) for owner, pins in self._pins.items() if names(owner) for s in pins]
         return sum(self.unpin(*key) for key in gone)
+
+    def unpin_others(self, weights: str | None) -> None:
+        """End the pins of what other weights than these made: it holds room for nobody."""
+        for owner, pins in list(self._pins.items()):
+            for session in [name for name, pin in pins.items() if pin.weights != weights]:
+                self.unpin(owner, session)
 
     def expire(self, now: float) -> list[tuple[str | None, str]]:
         """End the pins whose time is over: (namespace, session) of each."""

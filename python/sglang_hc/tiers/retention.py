@@ -22,6 +22,7 @@ from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.cuts import base_namespace
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import Prefix
+from sglang_hc.tree.namespaces import weights_of
 
 
 class Retention:
@@ -63,8 +64,8 @@ class Retention:
         wanted = host.tree.identities(prefix)
         blocks = [b for b in wanted if host.has(b) or (disk is not None and disk.holds(b))]
         if blocks:
-            owner = base_namespace(prefix.namespace)
-            self.pins.pin(owner, session, blocks, seconds, self._clock())
+            owner, weights = base_namespace(prefix.namespace), weights_of(prefix.namespace)
+            self.pins.pin(owner, session, blocks, seconds, self._clock(), weights)
         return len(blocks)
 
     def pin_if_possible(self, prefix: Prefix, session: str, seconds: float) -> None:

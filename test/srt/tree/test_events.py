@@ -33,7 +33,7 @@ from sglang_hc.store.block_io import Change
 from sglang_hc.store.disk.directory import steady_time
 from sglang_hc.tiers.residence import Anew
 from sglang_hc.tree.forgetting import Forgetting
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import Prefix, pack_tokens
 from sglang_hc.tree.namespaces import Namespace
 from support.disk_store import store_of
 from support.event_tree import PAGE, World, event_params
@@ -179,6 +179,23 @@ def test_state_of_the_weights_of_now_alone_is_told(tmp_path: Path) -> None:
         world.agree()
         assert any(world.reader.held.values()) == (number == 1)
     world.close()
+
+
+def test_pins_end_when_their_weights_are_gone_and_stay_when_nothing_changed(world: World) -> None:
+    pins, digests = world.tiers.retention.pins, iter("aabba")
+    world.tree.weights._digest = lambda: next(digests)
+    found = []
+    for name in (None, None, Namespace(weights="b").pack(), None):
+        world.say(prompt(1, 200), name)
+        world.tiers.drain()
+        world.tiers.retention.pin(Prefix(name, pack_tokens(prompt(1, 200))), "s", 60.0)
+        world.tiers.retention.pin(Prefix(name, pack_tokens(prompt(1, 128))), "t", 60.0)
+        with world.tree.weights_change(list):
+            assert len(pins) == 2
+        world.tree.weights_settled()
+        found.append((world.tree.version, len(pins)))
+        pins.check_integrity()
+    assert found == [(None, 2), ("b", 0), ("b", 2), (None, 2)]
 
 
 def test_what_is_forgotten_while_it_is_in_use_is_told_gone(world: World) -> None:

@@ -76,9 +76,10 @@ def test_everything_is_gone_for_good_but_other_models(scratch: Path) -> None:
     assert (Path(folder) / "label").read_text() == "tiny"
 
 
-def test_cuts_and_adapters_of_a_client_go_with_it(scratch: Path) -> None:
+def test_cuts_adapters_and_weights_of_a_client_go_with_it(scratch: Path) -> None:
     cut, of_adapter = cut_namespace("k4:acme", 64, 64, bytes(128 * TOKEN_BYTES)), "a2:0f"
     gone = ["k4:acme", cut, "k4:acme" + of_adapter, cut + of_adapter]
+    gone += [one + "w2:1e" for one in gone]
     other = cut_namespace("k5:acme2", 64, 64, bytes(128 * TOKEN_BYTES))
     stay = ["k5:acme2", "k3:acm", "s4:acme", "s2:ack2:me", other, "", of_adapter]
     store = open_store(scratch)
