@@ -84,14 +84,15 @@ def test_a_thousand(oracle: Oracle, first: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "first"),
-    [(kind, first) for kind in KINDS for first in range(0, EACH, TOGETHER)],
-)
-def test_every_kind_of_layers(oracle: Oracle, tmp_path: Path, kind: str, first: int) -> None:
-    seeds, record = range(first, first + TOGETHER), Record(tmp_path / "storms.json")
-    storms.learn(seeds, oracle, kind)
-    for seed in seeds:
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_layers(oracle: Oracle, tmp_path: Path, kind: str) -> None:
+    """Of half of them nothing may be asked: twenty in a row may restore nothing from the shared
+    directory."""
+    record = Record(tmp_path / "storms.json")
+    for seed in range(EACH):
+        if seed % TOGETHER == 0:
+            storms.learn(range(seed, seed + TOGETHER), oracle, kind)
         seen = Counter[str]()
         check(seed, oracle, seen, kind)
         record.add(kind, seed, seen, is_wrong=False)
