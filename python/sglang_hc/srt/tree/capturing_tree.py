@@ -147,7 +147,8 @@ class CapturingTree(WindowTree):
     def _keep_last(self, req: Any, keep: int, computed: int) -> None:
         """Keep the first `keep` of the tokens that a request has computed, which computes none any
         more; what lies behind has no slots in its row."""
-        tool = called_by(req)
+        told = self._recorder is not None or self._away is not None
+        tool = called_by(req) if told else ""
         if self._recorder is not None:
             recorded = self._recorder.is_open(serial_of(req))
             tokens = packed(req, fields.first_ids(req, computed)) if recorded else b""
