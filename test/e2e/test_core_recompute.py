@@ -180,6 +180,7 @@ def orphaned() -> tuple[int, float]:
         lora_id=None,
         session=None,
         priority=None,
+        time_stats=SimpleNamespace(trace_ctx=SimpleNamespace(tracing_enable=False)),
     )
     key = RadixKey(req.full_untruncated_fill_ids, None)
     tree.match_prefix(MatchPrefixParams(key=key, req=req))  # as SGLang does before it admits

@@ -56,4 +56,5 @@ class Faults:
 def guarded_methods() -> dict[str, Callable[..., Any]]:
     """Of the tree, by name."""
     members = {**vars(CapturingTree), **vars(HcRadixCache)}
-    return {name: one for name, one in members.items() if hasattr(one, "__wrapped__")}
+    wrapped = {name: one for name, one in members.items() if hasattr(one, "__wrapped__")}
+    return {name: one for name, one in wrapped.items() if "own" in one.__code__.co_freevars}
