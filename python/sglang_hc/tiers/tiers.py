@@ -183,6 +183,10 @@ class Tiers:
         if self.ends is not None:
             self.ends.prefer(made)
 
+    def end_pins_of_others(self, weights: str | None) -> None:
+        """Pins hold nothing any more that other weights than these have made."""
+        self.retention.pins.unpin_others(weights)
+
     def _let_go(self) -> None:
         """Wait for copies under way, and drop what running requests have staged."""
         self.restorer.clear()

@@ -336,7 +336,7 @@ class HcRadixCache(RestoringTree):
         """The weights do not change any more. Of all ranks of the model at once."""
         self.weights.settled()
         self._begin_version()
-        self.tiers.retention.pins.unpin_others(self.weights.name)
+        self.tiers.end_pins_of_others(self.weights.name)
 
     def _begin_version(self) -> None:
         """State of now is of no version that was before."""
