@@ -3,6 +3,10 @@
 SGLang cuts a prompt where the tokens of a pass are used up, and counts the places at which
 recurrent layers leave states from there. Behind a cut inside a block no state would lie between
 blocks any more, and nothing of the prompt could be continued. So prompts are cut between blocks.
+
+SGLang reserves no slots for the tokens behind a cut, and computes a chunk whether there are slots
+for it or not: whom it admits first takes all tokens of a pass, and nobody replies between two
+chunks. Here a cut leaves tokens of the pass, and a prompt that meets its history waits.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from math import lcm
 from typing import Any
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.srt.binding import fields
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 
 
@@ -24,3 +29,23 @@ def cut_between_blocks(tree: HcRadixCache, adder: Any, align: int | None) -> int
         return align  # a pass has less than a block: the prompt would wait for ever
     adder.mamba_chunk_grid = BLOCK_TOKENS  # of chunks behind the first one
     return lcm(align or 1, BLOCK_TOKENS)
+
+
+def admit_nobody_behind(tree: HcRadixCache, adder: Any, cut: Any) -> None:
+    """With recurrent layers: nobody takes what a prompt cut in this pass leaves of it, since the
+    slots that others get are those of its next chunks. cut: the request; None if none was cut."""
+    if tree.states is not None and cut is not None and adder.chunked_req_limit is None:
+        adder.rem_chunk_tokens = 0
+
+
+def has_slots(adder: Any, req: Any, *, meets: bool) -> bool:
+    """False: the next chunk of the request waits until one of those that reply has ended. meets:
+    the request meets its history, which may take slots for all of the rest at once."""
+    if not adder.running_batch.reqs:
+        return True
+    rest = len(fields.prompt_of(req)) - fields.prefix_length(req)
+    budget = adder.memory_budget
+    if not meets and budget.remaining_total > 0:
+        return True  # SGLang makes the chunk that small
+    chunk = rest if meets else min(rest, adder.rem_chunk_tokens)
+    return bool(adder.ceil_paged_tokens(chunk) <= budget.remaining_current)

@@ -15,7 +15,11 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.queue.meeting import Action, Meeting
 from sglang_hc.srt.binding import fields
 from sglang_hc.srt.engine.intake import serial_of
-from sglang_hc.srt.scheduling.chunks import cut_between_blocks
+from sglang_hc.srt.scheduling.chunks import (
+    admit_nobody_behind,
+    cut_between_blocks,
+    has_slots,
+)
 from sglang_hc.srt.tree.ahead import restorable
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 
@@ -35,39 +39,47 @@ def add_one_req(
     Nobody is added behind such a chunk in this pass: only one request at a time may be cut.
     """
     tree = self.tree_cache
-    if isinstance(tree, HcRadixCache):
-        tree.promise(req)
-        chunks = self.rem_chunk_tokens is not None
-        meeting = tree.meetings.of(serial_of(req)) if chunks else None
-        if meeting is not None:
-            head = fields.prefix_length(req) + fields.host_hit(req)
-            step = tree.meetings.next(serial_of(req), head)
-            if step.action is Action.RESTORE and meeting.path_to(head) is not None:
-                # The scheduler makes room for it as for any host hit, and calls `init_load_back`.
-                stop = restorable(meeting, req, tree.page_size)
-                fields.set_host_hit(req, max(0, stop - fields.prefix_length(req)))
-            elif step.action is not Action.OVER:
-                # What is here already joins behind a first chunk.
-                tokens = _aligned(tree, head, max(step.tokens, BLOCK_TOKENS))
-                self.rem_chunk_tokens = min(self.rem_chunk_tokens, tokens)
-        truncation_align_size = cut_between_blocks(tree, self, truncation_align_size)
-    return original(self, req, has_chunked_req, truncation_align_size)
+    if not isinstance(tree, HcRadixCache):
+        return original(self, req, has_chunked_req, truncation_align_size)
+    tree.promise(req)
+    chunks = self.rem_chunk_tokens is not None
+    meeting = tree.meetings.of(serial_of(req)) if chunks else None
+    if meeting is not None:
+        head = fields.prefix_length(req) + fields.host_hit(req)
+        step = tree.meetings.next(serial_of(req), head)
+        if step.action is Action.RESTORE and meeting.path_to(head) is not None:
+            # The scheduler makes room for it as for any host hit, and calls `init_load_back`.
+            stop = restorable(meeting, req, tree.page_size)
+            fields.set_host_hit(req, max(0, stop - fields.prefix_length(req)))
+        elif step.action is not Action.OVER:
+            # What is here already joins behind a first chunk.
+            tokens = _aligned(tree, head, max(step.tokens, BLOCK_TOKENS))
+            self.rem_chunk_tokens = min(self.rem_chunk_tokens, tokens)
+    truncation_align_size = cut_between_blocks(tree, self, truncation_align_size)
+    answer = original(self, req, has_chunked_req, truncation_align_size)
+    admit_nobody_behind(tree, self, self.new_chunked_req)
+    return answer
 
 
 def add_chunked_req(original: Callable[..., Any], self: Any, req: Any):
     """AROUND PrefillAdder.add_chunked_req: restore the rest if it is here, compute a part of it,
     or, as SGLang does with sliding windows, return the request without adding it to this batch."""
     tree = self.tree_cache
-    if isinstance(tree, HcRadixCache):
-        meeting = tree.meetings.of(serial_of(req))
-        if meeting is not None:
-            tokens = _between_chunks(tree, meeting, req)
-            if not tokens:
-                self.rem_chunk_tokens = 0  # nobody else may be cut meanwhile
-                return req
-            self.rem_chunk_tokens = min(self.rem_chunk_tokens, tokens)
-        cut_between_blocks(tree, self, None)
-    return original(self, req)
+    if not isinstance(tree, HcRadixCache) or self.rem_chunk_tokens is None:
+        return original(self, req)
+    meeting = tree.meetings.of(serial_of(req))
+    tokens = UNLIMITED
+    if not has_slots(self, req, meets=meeting is not None):
+        tokens = 0
+    elif meeting is not None:
+        tokens = _between_chunks(tree, meeting, req)
+    self.rem_chunk_tokens = min(self.rem_chunk_tokens, tokens)
+    if not tokens:
+        return req  # nor may anybody else be cut meanwhile
+    cut_between_blocks(tree, self, None)
+    cut = original(self, req)
+    admit_nobody_behind(tree, self, cut)
+    return cut
 
 
 def _between_chunks(tree: HcRadixCache, meeting: Meeting, req: Any) -> int:
