@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import LayerPlan
+from sglang_hc.policy import batch
 from sglang_hc.policy.batch import HOST, Load, batch_ends, first_come, shared
 from sglang_hc.policy.cost_model import CostModel, TierCopy
 from sglang_hc.policy.fit import Fit
@@ -97,6 +98,23 @@ def test_a_request_may_have_several_restorations_or_none(cost, stored, chosen, k
     way = shared(cost, stored, loads, (new * 2)[:known])
     assert len(way) == len(loads)
     assert all(stored.recompute <= layers < stored.num_layers for layers in way)
+
+
+@pytest.mark.parametrize(("layers", "wanted"), [(32, 63), (33, 33)])
+def test_so_many_ways_are_compared_at_most(layers: int, wanted: int, monkeypatch) -> None:
+    """Of two restorations each may recompute all layers but one: 2 * (layers - 1) + 1 ways."""
+    compared = []
+
+    def ends(*args):
+        compared.append(args[-1])
+        return batch_ends(*args)
+
+    monkeypatch.setattr(batch, "batch_ends", ends)
+    loads = [Load(1000, 0, 0), Load(2000, 0, 0)]
+    shared(A100, LayerPlan(0, 0, layers), loads, [(100, 1000), (100, 2000)])
+    (ways,) = compared
+    assert len(ways) == 2 + wanted, "beside each alone, and first come"
+    assert wanted <= batch.WAYS < 2 * (33 - 1) + 1
 
 
 def test_shorter_histories_are_recomputed_before_longer_ones() -> None:

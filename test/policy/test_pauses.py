@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hc.policy import pauses
+from sglang_hc.policy import owners, pauses
+from sglang_hc.policy.owners import Owners
 from sglang_hc.policy.pauses import (
     BUCKETS,
     EVIDENCE,
@@ -140,6 +141,63 @@ def test_however_many_names_somebody_makes_up_the_tables_stay_small_and_others_k
     assert known.table.values(kind) == before
     assert len(known.table) < 1000
     known.check_integrity()
+
+
+def test_one_tool_more_takes_the_place_of_the_one_that_was_called_longest_ago():
+    table = PauseTable()
+    tools = [f"tool {number}" for number in range(pauses.MAX_TOOLS)]
+    counts = {tool: table.levels(Kind("a", tool, 1))[1] for tool in tools}
+    assert all(table.levels(Kind("a", tool, 1))[1] is counts[tool] for tool in tools)
+    size = len(table)
+    table.levels(Kind("a", "another", 1))
+    assert len(table) == size
+    assert table.levels(Kind("a", tools[1], 1))[1] is counts[tools[1]]
+    assert table.levels(Kind("a", tools[0], 1))[1] is not counts[tools[0]]
+
+
+def test_one_namespace_more_takes_the_place_of_the_one_with_the_fewest_pauses():
+    table = PauseTable()
+    for number in range(pauses.MAX_NAMESPACES):
+        for _ in range(1 if number == 3 else 2):
+            table.levels(Kind(f"space {number}", "t", 1))[0].began()
+    size = len(table)
+    table.levels(Kind("another", "t", 1))
+    assert len(table) == size
+    assert table.levels(Kind("space 4", "t", 1))[0].total == 2
+    assert table.levels(Kind("space 3", "t", 1))[0].total == 0
+
+
+def test_of_a_long_name_the_first_characters_count():
+    table, longest = PauseTable(), "x" * pauses.MAX_NAME
+    counts = table.levels(Kind("a", longest, 1))[1]
+    assert table.levels(Kind("a", longest + "y", 1))[1] is counts
+    assert table.levels(Kind("a", longest[1:] + "y", 1))[1] is not counts
+
+
+def test_of_one_session_more_than_are_followed_the_first_is_gone(monkeypatch):
+    monkeypatch.setattr(pauses, "MAX_SESSIONS", 3)
+    known = Pauses()
+    away = [known.left(Kind("a", "t", 1), [name(number)], 0.0) for number in range(3)]
+    assert list(known.sessions) == away
+    more = known.left(Kind("a", "t", 1), [name(3)], 0.0)
+    assert list(known.sessions) == [*away[1:], more] and away[0].is_over
+    assert known.came([name(0)], 1.0).turns == 0
+    known.check_integrity()
+
+
+def test_of_one_expected_block_more_than_are_known_the_first_is_nobodys(monkeypatch):
+    monkeypatch.setattr(owners, "EXPECTED", 2)
+    blocks, known = Owners(), Pauses()
+    served = [known.came([name(number)], 0.0) for number in range(3)]
+    for number, session in enumerate(served[:2]):
+        blocks.expect(name(number), session)
+    blocks.came(name(0), None)
+    assert blocks.block_of(served[0]) == name(0)
+    for number, session in enumerate(served):
+        blocks.expect(name(10 + number), session)
+    for number in range(3):
+        blocks.came(name(10 + number), None)
+    assert [blocks.block_of(one) for one in served] == [name(0), name(11), name(12)]
 
 
 def test_nothing_counts_before_enough_sessions_came_back():

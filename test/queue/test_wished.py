@@ -6,6 +6,7 @@ from collections import Counter
 
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.soft_retention import SoftRetention
+from sglang_hc.queue import wished
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.wished import LOOKS, MOST_ASKED, WishedFetches
 from sglang_hc.store.lower_tier import LowerTier
@@ -115,3 +116,15 @@ def test_both_sides_of_the_most_that_may_be_asked_for() -> None:
     assert world.ask("ab") and len(world.queue.requests) == 1
     world.come()
     assert not world.io.begun and not world.words()
+
+
+def test_of_whom_no_answer_comes_is_looked_at_so_often_and_no_more(monkeypatch) -> None:
+    monkeypatch.setattr(wished, "MOST_LOOKS", 3)
+    world = World(below="a")
+    monkeypatch.setattr(world.io, "ask", lambda block_ids: True)
+    assert world.ask("a")
+    world.come()
+    world.come()
+    assert len(world.wished) == 1
+    world.come()
+    assert not len(world.wished) and not len(world.queue.requests) and not world.words()

@@ -25,7 +25,7 @@ from sglang_hc.policy.restore_plan import best_prefix
 HOST = SourceTier.HOST
 
 WAYS = 64
-"""That are compared at most: half a millisecond with eight restorations."""
+"""That are compared at most, beside two more: this is done on the scheduler's thread."""
 
 Way = tuple[int, ...]
 """Layers that are recomputed of each restoration."""
