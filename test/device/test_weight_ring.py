@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sglang_hc.device import weight_ring
 from sglang_hc.device.copy_stream import HostCopyStream
@@ -221,9 +222,10 @@ def test_memory_that_torch_locked_is_given_back_as_layers_leave_it(
 def test_what_the_layers_took_is_given_back() -> None:
     """Host memory holds each matrix once, and the device its two places."""
     layers = [matrices(layer, 4) for layer in range(5)]
-    before = {p.data_ptr() for layer in layers for p in layer}
+    before = [StorageWeakRef(p.untyped_storage()) for layer in layers for p in layer]
+    assert not any(storage.expired() for storage in before)
     ring = WeightRing([Parked(layer) for layer in layers], CPU, HostCopyStream())
-    assert not before & {p.data_ptr() for layer in layers for p in layer}
+    assert all(storage.expired() for storage in before)
     assert len(ring.places) == PLACES
     assert ring.places[0].numel() == max(Parked(layer).bytes for layer in layers)
     assert ring.bytes == sum(Parked(layer).bytes for layer in layers)
