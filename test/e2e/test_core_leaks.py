@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.core import Core, run_in_child
 from support.during import When
 from support.prompts import SMALL, prompt
+from support.storm_models import KINDS, prepared
 
 
 def decoding(core: Core) -> bool:
@@ -77,6 +79,21 @@ def pin(core: Core) -> None:
     core.settle()
 
 
+def second_slot(core: Core) -> None:
+    core.scheduler.token_to_kv_pool_allocator.swa_attn_allocator.alloc(1)
+    core.run()
+
+
+def state(core: Core) -> None:
+    core.scheduler.req_to_token_pool.mamba_allocator.alloc(1)
+    core.run()
+
+
+def end_slot(core: Core) -> None:
+    core.tree.tiers.ends.stage()
+    core.settle()
+
+
 def planted(leave: Callable[[Core], None]) -> None:
     core = Core("--hc-forms", "hidden", *SMALL)
     core.ask(prompt(1, 200), 8)
@@ -104,3 +121,28 @@ def test_what_is_left_behind_is_noticed(
 ) -> None:
     with pytest.raises(AssertionError, match=said):
         run_in_child(planted, leave)
+
+
+def planted_beside_ends(model: str, leave: Callable[[Core], None]) -> None:
+    core = Core(*SMALL, *prepared(Path(model).name, model), model=model)
+    core.ask(prompt(1, 200), 8)
+    core.settle()
+    leave(core)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "leave", "said"),
+    [
+        ("gpt-oss-96", second_slot, "memory leak detected"),
+        ("gpt-oss-96", end_slot, "a staged slot of an end part is left"),
+        ("qwen3-next", state, "memory leak detected"),
+        ("qwen3-next", end_slot, "a staged slot of an end part is left"),
+    ],
+)
+def test_what_is_left_of_ends_and_their_pools_is_noticed(
+    tmp_path: Path, name: str, leave: Callable[[Core], None], said: str
+) -> None:
+    KINDS[name].make(tmp_path)
+    with pytest.raises(AssertionError, match=said):
+        run_in_child(planted_beside_ends, str(tmp_path / name), leave)

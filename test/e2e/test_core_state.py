@@ -25,7 +25,7 @@ from support.prompts import in_directory, in_store, on_disk, prompt
 from support.ranked_core import run_ranks
 from support.starts import check_left_out, refusal
 from support.state_core import KEPT, PROMPT, engine, evicted, never_evicted
-from support.state_model import MODELS, make
+from support.state_model import MODELS, PUBLISHED, make
 
 CHUNKS = "--chunked-prefill-size", "128"
 UNEVEN = "--chunked-prefill-size", "100"
@@ -55,6 +55,14 @@ def test_the_kernels_of_these_tests_compute_these_models(folder: Path, name: str
     assert run_in_child(never_evicted, model) == wanted
 
 
+@slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_behind_an_encoder_of_images_they_say_the_same(folder: Path, name: str) -> None:
+    model = str(folder / PUBLISHED[name])
+    wanted = run_in_child(state_core.by_transformers, model)
+    assert run_in_child(never_evicted, str(folder / name)) == wanted
+
+
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
@@ -64,6 +72,10 @@ def test_the_kernels_of_these_tests_compute_these_models(folder: Path, name: str
         pytest.param("qwen3-next", (*CHUNKS, *PAGES), marks=slow),
         pytest.param("qwen3-next", (*PAGES, PLAIN), marks=slow),
         pytest.param("qwen3.5", (), marks=slow),
+        pytest.param("qwen3.5-vl", (), marks=slow),
+        pytest.param("qwen3.5-vl", (*PAGES, *CHUNKS), marks=slow),
+        pytest.param("qwen3.5-moe-vl", (), marks=slow),
+        pytest.param("qwen3.5-moe-vl", (*PAGES, PLAIN), marks=slow),
         pytest.param("granite-4", (), marks=slow),
         pytest.param("granite-4", (*PAGES, *CHUNKS), marks=slow),
         pytest.param("qwen3.5", (*PAGES, *CHUNKS), marks=slow),

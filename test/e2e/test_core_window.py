@@ -3,7 +3,6 @@ its kernels: what was evicted comes back up to an end, and goes on word for word
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -61,6 +60,8 @@ def model(folder: Path) -> str:
         slow("gemma4", ("--dtype", "bfloat16")),
         slow("gemma4", ("--page-size", "16")),
         slow("gemma4", CHUNKS),
+        slow(window_model.PUBLISHED, ()),
+        slow(window_model.PUBLISHED, (*CHUNKS, *PAGES)),
     ],
 )
 def test_what_left_the_device_comes_back(
@@ -314,6 +315,12 @@ def test_the_stand_ins_answer_as_transformers_does(folder: Path, once: Once, nam
 
 
 @pytest.mark.slow
+def test_behind_an_encoder_of_images_it_says_the_same(folder: Path, once: Once) -> None:
+    published, alone = (str(folder / name) for name in (window_model.PUBLISHED, "gemma4"))
+    assert once(never_evicted, published) == run_in_child(window_core.by_transformers, alone)
+
+
+@pytest.mark.slow
 def test_hidden_form_is_left_out_and_the_log_says_why(model: str) -> None:
     check_left_out(engine, model, "kv:2", "GptOssForCausalLM")
 
@@ -365,36 +372,3 @@ def test_what_is_held_back_ends_nobody(model: str) -> None:
     after fewer tokens than by SGLang alone."""
     wanted = run_in_child(long_reply, model, "--hc-disable")
     assert run_in_child(long_reply, model, "--swa-full-tokens-ratio", "0.4") == wanted
-
-
-# -- chats ----------------------------------------------------------------------------------------
-
-TURNS = 10
-
-
-def chat(model: str, *flags: str) -> tuple[list[list[int]], list[int]]:
-    """Replies of a chat of short and long turns, everything of which leaves the device behind each,
-    and how many tokens of what was said before were computed again in each."""
-    core, rng = engine(model, "--max-total-tokens", "2048", *flags), random.Random("chat")
-    said, replies, again = prompt("system", 150), list[list[int]](), list[int]()
-    before = 0
-    for _ in range(TURNS):
-        said += [rng.randrange(3, 900) for _ in range(rng.choice((5, 20, 40, 90)))]
-        reply = core.ask(said, rng.choice((3, 20, 40)))
-        again.append(before - reply.cached)
-        replies.append(reply.tokens)
-        said += reply.tokens
-        before = len(said) - 1  # of the last token nothing was computed
-        if "--hc-disable" not in flags:
-            core.settle()
-            core.evict()
-    return replies, again
-
-
-@pytest.mark.slow
-def test_a_turn_computes_again_less_than_a_block(model: str) -> None:
-    """Of what was there before, whatever the turns before it were."""
-    wanted, _ = run_in_child(chat, model, "--hc-disable")
-    found, again = run_in_child(chat, model)
-    assert found == wanted
-    assert max(again) < BLOCK_TOKENS

@@ -5,7 +5,9 @@ PYTHONPATH=test:. python -m support.state_model FOLDER
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -77,10 +79,30 @@ MODELS = {
     ),
 }  # fmt: skip
 
+EXPERTS = Family(
+    "Qwen3_5MoeTextConfig", MODELS["qwen3-next"].arguments, "Qwen3.5, two of four experts"
+)
+
+PUBLISHED = {"qwen3.5-vl": "qwen3.5", "qwen3.5-moe-vl": "qwen3.5-moe"}
+"""Checkpoints in the shape in which they are published, with an encoder of images before them, by
+the model that they have the weights of."""
+
+_VISION: dict[str, Any] = dict(
+    depth=1, hidden_size=64, intermediate_size=128, num_heads=4, out_hidden_size=256, patch_size=16,
+    spatial_merge_size=2, temporal_patch_size=2, num_position_embeddings=256,
+    deepstack_visual_indexes=[],
+)  # fmt: skip
+
+
+def architecture_of(name: str) -> str:
+    """Of one of PUBLISHED."""
+    return f"Qwen3_5{'Moe' if 'moe' in name else ''}ForConditionalGeneration"
+
 
 def step_of(model: str) -> int:
     """Tokens between two places where a model leaves states. model: its path."""
-    return int(MODELS[Path(model).name].arguments.get("mamba_chunk_size", 64))
+    known = MODELS.get(Path(model).name)
+    return 64 if known is None else int(known.arguments.get("mamba_chunk_size", 64))
 
 
 _fill = make_tiny_models.fill_weights
@@ -101,14 +123,25 @@ def make(folder: Path) -> None:
 
 
 def publish(folder: Path) -> None:
-    """Call layers what published checkpoints of Nemotron-H call them."""
+    """Call layers what published checkpoints of Nemotron-H call them, and write PUBLISHED."""
     config = folder / "nemotron-h" / "config.json"
     text = config.read_text().replace("linear_attention", "mamba")
     config.write_text(text.replace("full_attention", "attention"))
+    for name, model in PUBLISHED.items():
+        shutil.copytree(folder / model, folder / name)
+        own = json.loads((folder / name / "config.json").read_text())
+        own["rope_parameters"] |= dict(mrope_section=[4, 2, 2], mrope_interleaved=True)
+        outer = dict(
+            architectures=[architecture_of(name)], dtype="float32", tie_word_embeddings=False,
+            model_type=own["model_type"].removesuffix("_text"), text_config=own,
+            vision_config=_VISION, image_token_id=1020, video_token_id=1021,
+            vision_start_token_id=1022, vision_end_token_id=1023,
+        )  # fmt: skip
+        (folder / name / "config.json").write_text(json.dumps(outer))
 
 
 if __name__ == "__main__":
     make_tiny_models.fill_weights = fill_weights
-    FAMILIES.update(MODELS)
-    make_models(list(MODELS), Path(sys.argv[1]), 0, False)
+    FAMILIES.update(MODELS | {"qwen3.5-moe": EXPERTS})
+    make_models([*MODELS, "qwen3.5-moe"], Path(sys.argv[1]), 0, False)
     publish(Path(sys.argv[1]))

@@ -32,6 +32,19 @@ _LLAMA4_TEXT: dict[str, Any] = _COMMON | dict(
 
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
 
+_MIMO: dict[str, Any] = _COMMON | dict(
+    model_type="mimo_v2_flash",
+    hybrid_layer_pattern=[0, 1, 1, 1], sliding_window_size=96, sliding_window=96, v_head_dim=32,
+    swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_head_dim=64, swa_v_head_dim=32,
+    add_swa_attention_sink_bias=True, add_full_attention_sink_bias=False,
+    attention_bias=False, attention_value_scale=0.707, layernorm_epsilon=1e-5,
+    partial_rotary_factor=0.5, rope_theta=10000.0, swa_rope_theta=1000.0,
+    rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+    moe_layer_freq=[0, 1, 1, 1], n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+    topk_group=1, topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_prob=True,
+    moe_intermediate_size=128,
+)  # fmt: skip
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama4": dict(
         architectures=["Llama4ForConditionalGeneration"], model_type="llama4", dtype="float32",
@@ -42,18 +55,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         ),
         boi_token_index=1020, eoi_token_index=1021, image_token_index=1022,
     ),
-    "mimo-v2": _COMMON | dict(
-        architectures=["MiMoV2FlashForCausalLM"], model_type="mimo_v2_flash",
-        hybrid_layer_pattern=[0, 1, 1, 1], sliding_window_size=96, sliding_window=96, v_head_dim=32,
-        swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_head_dim=64, swa_v_head_dim=32,
-        add_swa_attention_sink_bias=True, add_full_attention_sink_bias=False,
-        attention_bias=False, attention_value_scale=0.707, layernorm_epsilon=1e-5,
-        partial_rotary_factor=0.5, rope_theta=10000.0, swa_rope_theta=1000.0,
-        rope_parameters=dict(rope_type="default", rope_theta=10000.0),
-        moe_layer_freq=[0, 1, 1, 1], n_routed_experts=4, num_experts_per_tok=2, n_group=1,
-        topk_group=1, topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_prob=True,
-        moe_intermediate_size=128,
-    ),
+    "mimo-v2": _MIMO | dict(architectures=["MiMoV2FlashForCausalLM"]),
+    "mimo-v2.5": _MIMO | dict(architectures=["MiMoV2ForCausalLM"]),
     "step3.5": _COMMON | dict(
         architectures=["Step3p5ForCausalLM"], model_type="step3p5", layer_types=TYPES,
         sliding_window=96, num_attention_groups=2,

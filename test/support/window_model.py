@@ -6,7 +6,9 @@ layer attends to its last tokens alone.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +45,14 @@ MODELS = {
     ),
 }  # fmt: skip
 
+PUBLISHED = "gemma4-mm"
+"""Gemma 4 in the shape in which it is published, with an encoder of images before it."""
+
+_VISION: dict[str, Any] = dict(
+    model_type="gemma4_vision", hidden_size=64, intermediate_size=128, num_hidden_layers=1,
+    num_attention_heads=2, num_key_value_heads=2, head_dim=32, position_embedding_size=64,
+)  # fmt: skip
+
 
 _centre, _embedding_std = make_tiny_models._centre, make_tiny_models._embedding_std
 
@@ -69,7 +79,28 @@ def make(folder: Path, *names: str) -> None:
     subprocess.run(command, check=True, env=env)
 
 
+def publish(folder: Path) -> None:
+    """Write PUBLISHED, with the weights of Gemma 4 in `folder`."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder / "gemma4", folder / PUBLISHED)
+    own = json.loads((folder / PUBLISHED / "config.json").read_text())
+    outer = dict(
+        architectures=["Gemma4ForConditionalGeneration"], model_type="gemma4", dtype="float32",
+        text_config=own, vision_config=_VISION, audio_config=None, image_token_id=1020,
+        video_token_id=1021, audio_token_id=1022, boi_token_id=1023, eoi_token_id=1019,
+    )  # fmt: skip
+    (folder / PUBLISHED / "config.json").write_text(json.dumps(outer))
+    weights = folder / PUBLISHED / "model.safetensors"
+    named = load_file(weights).items()
+    inner = {name.replace("model.", "model.language_model.", 1): one for name, one in named}
+    save_file(inner, weights, {"format": "pt"})
+
+
 if __name__ == "__main__":
     make_tiny_models._centre, make_tiny_models._embedding_std = centre, embedding_std
     FAMILIES.update(MODELS)
-    make_models(sys.argv[2:] or list(MODELS), Path(sys.argv[1]), 0, False)
+    names = sys.argv[2:] or list(MODELS)
+    make_models(names, Path(sys.argv[1]), 0, False)
+    if "gemma4" in names:
+        publish(Path(sys.argv[1]))

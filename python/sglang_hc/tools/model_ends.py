@@ -15,8 +15,8 @@ from sglang_hc.forms import BLOCK_TOKENS, EndLayout, StateLayers, WindowLayers
 from sglang_hc.tools.model_shape import ModelShape
 
 _WINDOWED = {
-    "gpt_oss", "gemma4_text", "llama4_text", "mimo_v2_flash", "step3p5", "laguna", "mellum",
-    "granite_swa", "spark2_5",
+    "gpt_oss", "gemma4_text", "llama4_text", "mimo_v2", "mimo_v2_flash", "step3p5", "laguna",
+    "mellum", "granite_swa", "spark2_5",
 }  # fmt: skip
 """Model types whose sliding windows have a pool of their own in SGLang."""
 

@@ -37,7 +37,7 @@ POPULAR = {
     "MiniMaxM2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM",
     "Qwen3_5MoeForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
     "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
-    "Llama4ForConditionalGeneration",
+    "Llama4ForConditionalGeneration", "MiniMaxM3SparseForConditionalGeneration",
 }  # fmt: skip
 """Of the models on SGLang's page of popular ones."""
 
@@ -89,6 +89,26 @@ def test_every_architecture_is_sglangs_and_has_one_row() -> None:
     assert set(names) >= POPULAR
 
 
+NO_MODELS = ("NextN", "MTP", "DSpark", "Draft", "DFlash", "Assistant", "Embedding", "Diffusion")
+"""Parts of the names of draft models, and of what does not reply token for token."""
+
+
+def test_what_sglang_keeps_otherwise_has_a_row() -> None:
+    """No model with windows of a pool of their own, recurrent layers or an index is taken for one
+    like "dense, others"."""
+    special = {
+        name
+        for name in ModelRegistry.get_supported_archs()
+        if (has_windows(name) or has_states(name) or has_an_index(name))
+        and not any(part in name for part in NO_MODELS)
+    }
+    assert special - {name for name, _ in NAMED} == ALL_WINDOWS_OR_LATENT
+
+
+ALL_WINDOWS_OR_LATENT = {"Dots3NoteForCausalLM", "UnlimitedOCRForCausalLM"}
+"""Refused by their pools; the page says so below its table."""
+
+
 @pytest.mark.parametrize(("name", "row"), NAMED, ids=[name for name, _ in NAMED])
 def test_the_forms_of_a_row_are_those_of_a_start(name: str, row: Row) -> None:
     assert (row.hidden == "yes") == (name in FAMILIES)
@@ -101,7 +121,7 @@ def test_the_forms_of_a_row_are_those_of_a_start(name: str, row: Row) -> None:
     if kind in ("recurrent", "both"):
         refused = kind == "both" or name not in overrides._MAMBA_EXTRA_BUFFER_ARCHS
         assert (row.kv == "refused") == refused
-    assert not has_an_index(name) or kind in ("sparse", "latent")
+    assert not has_an_index(name) or kind in ("sparse", "latent", "vision")
     assert has_an_index(name) or kind != "sparse"
     assert ("with" in row.kv and "images" in row.kv) == (name in WITH_IMAGES)
     if kind in ("vision", "dense", "experts", "latent"):
@@ -132,8 +152,11 @@ def architecture(family: Family) -> str:
 
 
 SERVED = {
-    "state": {architecture(one) for one in state_model.MODELS.values()},
-    "window": {architecture(one) for one in window_model.MODELS.values()},
+    "state": {
+        *map(architecture, state_model.MODELS.values()),
+        *map(state_model.architecture_of, state_model.PUBLISHED),
+    },
+    "window": {*map(architecture, window_model.MODELS.values()), "Gemma4ForConditionalGeneration"},
     "window_models": {one["architectures"][0] for one in window_configs.CONFIGS.values()},
 }
 """Of windows and recurrent layers: by its name, what a test serves."""

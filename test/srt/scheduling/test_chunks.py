@@ -59,8 +59,9 @@ class Request(SimpleNamespace):
         return int(self.extend_end - self.prefix_len)
 
 
-def request(prompt: int, prefix: int, new: int) -> Request:
-    """It has device slots for a prefix of its prompt, and wants so many new tokens."""
+def request(prompt: int, prefix: int, new: int, branch: int | None = None) -> Request:
+    """It has device slots for a prefix of its prompt, wants so many new tokens, and leaves a path
+    that is known behind `branch`."""
     return Request(
         full_untruncated_fill_ids=range(prompt),
         prefix_len=prefix,
@@ -75,6 +76,7 @@ def request(prompt: int, prefix: int, new: int) -> Request:
         retracted_stain=False,
         last_node=None,
         needs_host_load_back=lambda: False,
+        mamba_branching_seqlen=branch,
     )
 
 
@@ -118,6 +120,16 @@ def test_nobody_is_admitted_behind_a_chunk_that_is_not_the_last() -> None:
     assert go_on(pass_, request(277, 64, 21)) is not None
     assert pass_.can_run_list[0].extend_end == 128
     assert pass_.budget_state().name == "OTHER"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "branch", "cut"), [(277, 128, 128), (191, 128, 191), (277, 64, 277), (277, 320, 277)]
+)
+def test_a_prompt_is_cut_where_it_leaves_a_known_path(prompt: int, branch: int, cut: int) -> None:
+    """A pass leaves one state. Not where it has less than a block behind that, or before it."""
+    pass_ = adder(free=1024, chunk=512, replying=[])
+    add(pass_, request(prompt, 64, 21, branch))
+    assert pass_.can_run_list[0].extend_end == cut
 
 
 @pytest.mark.parametrize("free", [27, 107])

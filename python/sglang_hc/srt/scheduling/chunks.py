@@ -31,6 +31,19 @@ def cut_between_blocks(tree: HcRadixCache, adder: Any, align: int | None) -> int
     return lcm(align or 1, BLOCK_TOKENS)
 
 
+def cut_where_it_branches(tree: HcRadixCache, adder: Any, req: Any) -> None:
+    """A pass leaves one state of a prompt. One that is to leave a state where it leaves a path that
+    is known is cut there, so that it leaves one at its end as well. adder: SGLang's PrefillAdder;
+    req: about to be admitted, with what it is promised."""
+    if tree.states is None or adder.rem_chunk_tokens is None:
+        return
+    branch, end = fields.branch_of(req), len(fields.prompt_of(req))
+    step = lcm(BLOCK_TOKENS, tree.page_size)
+    first = (branch or 0) - fields.prefix_length(req) - fields.host_hit(req)
+    if branch and first >= step and branch + step <= end:
+        adder.rem_chunk_tokens = min(adder.rem_chunk_tokens, first)
+
+
 def admit_nobody_behind(tree: HcRadixCache, adder: Any, cut: Any) -> None:
     """With recurrent layers: nobody takes what a prompt cut in this pass leaves of it, since the
     slots that others get are those of its next chunks. cut: the request; None if none was cut."""
