@@ -28,6 +28,7 @@ from sglang_hc.policy.layer_plan import auto_plan
 from sglang_hc.tools.cli.main import main
 from sglang_hc.tools.datasheet import datasheet_costs, known_gpus, load_hardware
 from sglang_hc.tools.model_ends import KeptShape, computed_shape, kept_shape
+from sglang_hc.tools.model_shape import ModelShape
 from support.papers import DEEPSEEK_V32, LLAMA31_8B
 from support.window_configs import CONFIGS
 
@@ -73,6 +74,17 @@ def test_granite_names_the_same_otherwise() -> None:
     shape = kept_shape(config)
     assert shape is not None and shape.full_layers == 2 and shape.row_bytes == 2 * 2 * 64 * 4
     assert shape.ends.state.parts == ((512 + 64) * 3 * 2, 8 * 64 * 32 * 4)
+
+
+def test_granite_without_recurrent_layers_needs_no_ends() -> None:
+    """Its configuration has the sizes of Mamba2 all the same."""
+    config = dict(
+        model_type="granitemoehybrid", num_hidden_layers=4, hidden_size=256, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=["attention"] * 4, mamba_n_heads=8, mamba_d_head=64,
+        intermediate_size=512, dtype="bfloat16",
+    )  # fmt: skip
+    assert kept_shape(config) is None
+    assert ModelShape.from_config(config).state_shape().num_layers == 4
 
 
 def test_kimi_has_latents_beside_its_states() -> None:

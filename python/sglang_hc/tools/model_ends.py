@@ -93,8 +93,8 @@ class KeptShape:
 
 
 def kept_shape(config: Mapping[str, Any], where: str = "config.json") -> KeptShape | None:
-    """From a parsed config.json; None for a model that needs no ends. Raises ConfigError that names
-    the field that is missing."""
+    """From a parsed config.json; None for a model that needs no ends: Granite 4 may have no
+    recurrent layers. Raises ConfigError that names the field that is missing."""
     own = _text(config)
     kind = str(own.get("model_type", ""))
     if kind not in _WINDOWED | _RECURRENT:
@@ -138,13 +138,15 @@ class _Reader:
             raise ConfigError(f"{where}: dtype must be one of {', '.join(_BYTES)}")
         self._size = _BYTES[self._dtype]
 
-    def shape(self, kind: str) -> KeptShape:
+    def shape(self, kind: str) -> KeptShape | None:
         layers = self._count("num_hidden_layers")
         types = self._types(layers)
         shared = int(self._config.get("num_kv_shared_layers") or 0)
         own = range(layers - shared)  # the last ones read the K and V of earlier layers
         full = [n for n in own if types[n] in ("full_attention", "attention")]
         rest = [n for n in own if n not in full and types[n] not in _NOTHING_KEPT]
+        if not rest:
+            return None
         row = self._row(kind)
         if kind in _RECURRENT:
             ends = EndLayout(state=self._states(kind, rest))

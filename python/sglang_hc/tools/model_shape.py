@@ -15,6 +15,7 @@ from typing import Any
 
 from sglang_hc.errors import ConfigError, decode_json, read_text
 from sglang_hc.forms import StateShape, index_parts
+from sglang_hc.policy.served import HIDDEN, RECOMPUTED
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
@@ -38,7 +39,7 @@ _PATTERN = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4, "gpt_oss":
 """Families of which each n-th layer attends to everything when the config does not say."""
 
 _ATTENTION = {
-    "full_attention", "sliding_attention", "chunked_attention", "indexed_attention",
+    "attention", "full_attention", "sliding_attention", "chunked_attention", "indexed_attention",
 }  # fmt: skip
 """Layer types whose state is KV rows."""
 
@@ -66,6 +67,12 @@ def read_model_config(model: str) -> tuple[dict[str, Any], str]:
     return decode_json(read_text(path, str(path)), dict[str, Any], str(path)), str(path)
 
 
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """SGLang's class for a parsed config.json; empty where it names none."""
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else ""
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Geometry of one model.
@@ -84,6 +91,7 @@ class ModelShape:
     attention to as many tokens as the index chooses, counted as if the context had them.
     window, windowed: a share `windowed` of the layers attends to the last `window` tokens only.
     vocab: words of the output; 0 where the config does not say.
+    architecture: SGLang's class; empty where the config does not say.
     """
 
     model_type: str
@@ -105,6 +113,19 @@ class ModelShape:
     window: int = 0
     windowed: float = 0.0
     vocab: int = 0
+    architecture: str = ""
+
+    @property
+    def allows_hidden(self) -> bool:
+        """Whether a server may keep layers as hidden states."""
+        return not self.is_latent and (not self.architecture or self.architecture in HIDDEN)
+
+    @property
+    def allows_recompute(self) -> bool:
+        """Whether a server may keep nothing of first layers."""
+        return self.attention != "DSA" and (
+            not self.architecture or self.architecture in RECOMPUTED
+        )
 
     @property
     def is_latent(self) -> bool:
@@ -142,7 +163,8 @@ class ModelShape:
         Raises ConfigError naming the field that is missing or impossible, or the kind of
         model whose state is not made of per-layer KV rows.
         """
-        return _Reader(config, where).shape(dtype)
+        shape = _Reader(config, where).shape(dtype)
+        return replace(shape, architecture=architecture_of(config))
 
 
 class _Reader:
@@ -249,7 +271,8 @@ class _Reader:
     def _refuse_other_state(self) -> None:
         kinds = self._config.get("layer_types") or self._config.get("layers_block_type") or ()
         strange = [str(kind) for kind in kinds if kind not in _ATTENTION]
-        strange += [name for name in self._config if name.startswith(_OTHER_STATE)]
+        if not kinds:  # where layers are named, fields may be of kinds that none of them is
+            strange = [name for name in self._config if name.startswith(_OTHER_STATE)]
         if strange:
             raise ConfigError(
                 f"{self._where}: {strange[0]} means layers that are not plain attention with one "

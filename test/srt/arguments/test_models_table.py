@@ -18,9 +18,9 @@ from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
 from sglang.srt.models.registry import ModelRegistry
 
 from scripts.make_tiny_models import Family
+from sglang_hc.policy.served import HIDDEN, RECOMPUTED, REFUSED
 from sglang_hc.srt.model.families import FAMILIES
 from sglang_hc.srt.model.kv_pool import KvPoolRows, UnsupportedPool
-from sglang_hc.srt.model.recompute import RECOMPUTED
 from sglang_hc.srt.model.window_pool import full_attention
 from sglang_hc.srt.requests.images import WITH_IMAGES
 from support import state_model, window_configs, window_model
@@ -131,6 +131,8 @@ def test_the_forms_of_a_row_are_those_of_a_start(name: str, row: Row) -> None:
 def test_what_has_forms_by_family_is_on_the_page() -> None:
     names = {name for name, _ in NAMED}
     assert FAMILIES.keys() | RECOMPUTED <= names
+    assert FAMILIES.keys() == HIDDEN, "what `sglang-hc plan` goes by"
+    assert {name for name, row in NAMED if row.kv == "refused"} == REFUSED
 
 
 @pytest.mark.parametrize("pool", [DeepSeekV4TokenToKVPool, MiniMaxSparseKVPool, QSATokenToKVPool])

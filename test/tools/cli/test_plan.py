@@ -181,6 +181,29 @@ def test_sparse_attention_is_planned_as_a_server_serves_it(model, plan, capsys):
 
 
 @pytest.mark.parametrize(
+    ("name", "planned"),
+    [
+        ("LlamaForCausalLM", {"recompute": 0, "hidden": 32, "kv": 0}),
+        ("Phi3ForCausalLM", {"recompute": 0, "hidden": 0, "kv": 32}),
+        ("Qwen3VLForConditionalGeneration", {"recompute": 0, "hidden": 0, "kv": 32}),
+    ],
+)
+def test_only_forms_that_a_server_has_are_planned(model, plan, capsys, name, planned):
+    """Of a model of this shape hidden states are half of K and V."""
+    config = model({**LLAMA2_7B, "architectures": [name]})
+    out = plan("--model", config, "--gpu", "H100", "--context", "8192")
+    assert out["layer_plan"] == planned
+    assert main(["plan", "--model", config, "--gpu", "H100"]) == 0
+    assert (f"KV only: {name} is none" in capsys.readouterr().out) == (planned["kv"] > 0)
+
+
+def test_what_a_server_refuses_is_not_planned(model, capsys):
+    config = model({**LLAMA2_7B, "architectures": ["DeepseekV4ForCausalLM"]})
+    assert main(["plan", "--model", config, "--gpu", "H100"]) == 2
+    assert "DeepseekV4ForCausalLM is refused by a server" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--gpu", "B300"], "--gpu: unknown GPU 'B300': give one of 4090, A100-40G"),

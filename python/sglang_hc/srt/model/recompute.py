@@ -34,17 +34,15 @@ from sglang_hc.config import HcConfig
 from sglang_hc.device.exactness import relative_error
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import LayerPlan
+from sglang_hc.policy.served import RECOMPUTED
 from sglang_hc.restore.path import Restoration
 from sglang_hc.srt.binding import arguments
-from sglang_hc.srt.model.families import FAMILIES, held_layers
+from sglang_hc.srt.model.families import held_layers
 from sglang_hc.srt.model.kv_pool import KvPoolRows
 from sglang_hc.srt.model.startup_checks import TOLERANCE
 from sglang_hc.srt.ranks.start_group import StartGroup
 
 logger = logging.getLogger(__name__)
-
-RECOMPUTED = frozenset(FAMILIES) | {"DeepseekV2ForCausalLM"}
-"""Model classes whose recomputed K/V were checked against never-evicted ones."""
 
 ROW = 0
 """Row of the slot table that no request owns."""

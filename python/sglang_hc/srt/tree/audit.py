@@ -31,9 +31,10 @@ from sglang_hc.policy.audit import (
     Sampler,
 )
 from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.policy.served import RECOMPUTED
 from sglang_hc.srt.binding import fields
 from sglang_hc.srt.engine.streams import ComputeStream
-from sglang_hc.srt.model.recompute import RECOMPUTED, LayerRecomputer
+from sglang_hc.srt.model.recompute import LayerRecomputer
 from sglang_hc.srt.model.state_pool import StatePool
 from sglang_hc.srt.tree.audit_compare import Comparison, Difference
 from sglang_hc.srt.tree.audit_room import AuditRoom, Freed

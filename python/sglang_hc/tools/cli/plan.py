@@ -9,18 +9,20 @@ from typing import Any
 
 import msgspec
 
+from sglang_hc.errors import ConfigError
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.layer_plan import plan_for, stored_bytes
 from sglang_hc.policy.makespan import LayerTimes, makespan
 from sglang_hc.policy.meeting import Split, best_split, from_below
 from sglang_hc.policy.restore_plan import RestorePlan, plan_restore
+from sglang_hc.policy.served import REFUSED
 from sglang_hc.policy.throughput import DEFAULT_CONTEXT as PROMPT
 from sglang_hc.tools.cli import plan_ends, throughput
 from sglang_hc.tools.cli.main import UsageError, blaming, count, number
 from sglang_hc.tools.datasheet import Hardware, datasheet_costs, load_hardware
 from sglang_hc.tools.model_ends import computed_shape, kept_shape
-from sglang_hc.tools.model_shape import ModelShape, read_model_config
+from sglang_hc.tools.model_shape import ModelShape, architecture_of, read_model_config
 
 DEFAULT_CONTEXT = 2560
 DEFAULT_NEW = 64
@@ -81,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the plans. Raises UsageError for anything that cannot be planned."""
     with blaming("--model"):
         config, where = read_model_config(args.model)
+        _refuse(config, where)
         kept = None if args.throughput else kept_shape(config, where)
         shape = ModelShape.from_config(config, where=where) if kept is None else None
     with blaming("--gpu"):
@@ -124,12 +127,32 @@ def run(args: argparse.Namespace) -> int:
         "direct": args.direct,
         "context": context,
         "new_tokens": new,
+        "only_kv": _only_kv(shape),
     }
     if args.json:
         print(json.dumps(_as_json(setting, hardware, reports), indent=2))
     else:
         print(_as_text(setting, hardware, reports))
     return 0
+
+
+def _refuse(config: dict[str, Any], where: str) -> None:
+    """Raise ConfigError for a model that no server with the tiers takes."""
+    name = architecture_of(config)
+    if name in REFUSED:
+        raise ConfigError(
+            f"{where}: {name} is refused by a server with the tiers, as docs/models.md says; only "
+            "models that are served can be planned"
+        )
+
+
+def _only_kv(shape: ModelShape) -> str | None:
+    """Why no layer of a model is kept otherwise; None where another form is possible."""
+    if shape.allows_hidden or shape.allows_recompute:
+        return None
+    if shape.is_latent:
+        return "hidden states are larger than the latent, and no first layers of it are recomputed"
+    return f"{shape.architecture} is none of the models of which other forms were checked"
 
 
 @dataclass(frozen=True)
@@ -182,11 +205,11 @@ def report_of(
     layers = state.num_layers
     alone = cost.layer_times(tier, context)
     then_new = cost.layer_times(tier, context, new=new)
-    # What a server with this attention is not built to restore.
-    hidden, recompute = not shape.is_latent, shape.attention != "DSA"
+    recompute = shape.allows_recompute
     chosen = plan_for(
-        cost, state, [(tier, context)], new=new, allow_hidden=hidden, allow_recompute=recompute
-    )
+        cost, state, [(tier, context)], new=new, allow_hidden=shape.allows_hidden,
+        allow_recompute=recompute,
+    )  # fmt: skip
 
     def meeting(plan: LayerPlan, behind: int) -> Split:
         return best_split(cost, plan, from_below(tier, context, behind))
@@ -288,6 +311,8 @@ def _as_text(setting: dict[str, Any], hardware: Hardware, reports: dict[SourceTi
         f"sources  host {setting['link_gbps']:g} GB/s" + (f", disk {disk:g} GB/s" if disk else ""),
         f"request  {setting['context']} history tokens, {setting['new_tokens']} new",
     ]
+    if setting["only_kv"] is not None:
+        lines.append(f"forms    KV only: {setting['only_kv']}")
     for tier, report in reports.items():
         straight = setting["direct"] and tier is SourceTier.DISK
         source = f"{tier.value} straight to the GPU" if straight else tier.value

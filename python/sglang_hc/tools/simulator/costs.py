@@ -105,8 +105,8 @@ def with_auto_plan(
         machine.costs(model),
         model.layout.shape,
         tiers,
-        allow_hidden=not shape.is_latent,
-        allow_recompute=shape.attention != "DSA",
+        allow_hidden=shape.allows_hidden,
+        allow_recompute=shape.allows_recompute,
     )
     return replace(model, layout=replace(model.layout, plan=chosen.plan))
 
