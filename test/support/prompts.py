@@ -16,6 +16,9 @@ SMALL = ("--max-total-tokens", "640", "--dtype", "float32", "--hc-host-size-gb",
 """Flags of an engine whose device is soon full, and its host memory is not. Where a flag is given
 twice the last one counts."""
 
+NO_PROCESSOR = ("--skip-tokenizer-init",)
+"""Flags of an engine of a model with an encoder of images that gets none."""
+
 
 def on_disk(folder: object) -> tuple[str, ...]:
     return "--hc-disk", f"{folder}:1"

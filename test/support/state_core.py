@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from sglang_hc.tree.namespaces import client_namespace
 from support import state_kernels, state_model
 from support.core import Core, Reply
-from support.prompts import SMALL, prompt
+from support.prompts import NO_PROCESSOR, SMALL, prompt
 from support.ranked_core import RankedCore
 
 STATES = "--max-mamba-cache-size", "24", "--max-running-requests", "4"
@@ -33,6 +34,8 @@ Spoil = Callable[[Core, str], None]
 def engine(model: str, *flags: str, **options: Any) -> Core:
     """model: path of one of `state_model`."""
     state_kernels.use()
+    if Path(model).name in state_model.PUBLISHED:
+        flags = *flags, *NO_PROCESSOR
     return Core(*SMALL, *STATES, *flags, model=model, **options)
 
 

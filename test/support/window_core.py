@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from support import window_kernels
+from support import window_kernels, window_model
 from support.core import Core, Reply
-from support.prompts import SMALL, prompt
+from support.prompts import NO_PROCESSOR, SMALL, prompt
 
 PROMPT, MORE = prompt("window", 300), prompt("more", 90)
 KEPT = 320
@@ -18,8 +18,10 @@ KEPT = 320
 
 def flags_of(model: str) -> tuple[str, ...]:
     """What SGLang needs to serve one of `window_model` on a CPU. model: its path."""
-    experts = ("--moe-runner-backend", "triton") if "gpt-oss" in Path(model).name else ()
-    return "--attention-backend", window_kernels.BACKEND, *experts
+    name = Path(model).name
+    more = ("--moe-runner-backend", "triton") if "gpt-oss" in name else ()
+    more += NO_PROCESSOR if name == window_model.PUBLISHED else ()
+    return "--attention-backend", window_kernels.BACKEND, *more
 
 
 def engine(model: str, *flags: str, **options: Any) -> Core:
