@@ -6,6 +6,8 @@ from __future__ import annotations
 import base64
 import io
 import random
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,10 +15,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from support import served, shown, vision_model
+from support import aborts, retractions, served, shown, vision_model
 from support.core import Core, Reply, run_in_child
 from support.forgetting import forgotten
-from support.prompts import on_disk, prompt
+from support.prompts import in_directory, in_store, on_disk, prompt
+from support.ranked_core import RankedCore, run_ranks
 from support.shown import Picture, text, tokens_of
 
 POOL = 640
@@ -161,38 +164,139 @@ def test_images_that_sglang_takes_for_one_share_nothing(model: Path) -> None:
     assert tokens == wanted and cached > 100
 
 
-def begun(model: Path, *disk: str) -> Talk:
-    core = started(model, *disk)
+Start = Callable[..., Core]
+"""As `started`."""
+
+
+def begun(model: Path, *below: str, start: Start = started) -> Talk:
+    core = start(model, *below)
     found = talk(core, "salt", False)
-    core.tree.tiers.close()
+    core.tree.release_host_resources()
     return found
 
 
-def undisturbed(model: Path) -> Reply:
+def undisturbed(model: Path, start: Start = started) -> Reply:
     """To the fourth prompt."""
-    return talk(started(model), "salt", False, turns=4).replies[3]
+    return talk(start(model), "salt", False, turns=4).replies[3]
 
 
-def gone_on(model: Path, history: list[Picture | int], *disk: str) -> Reply:
-    core = started(model, *disk)
+def gone_on(
+    model: Path, history: list[Picture | int], *below: str, start: Start = started
+) -> Reply:
+    core = start(model, *below)
     reply = shown.ask(core, history, NEW, "salt")
     core.settle()
     assert told(core, "guarded_errors") == [0]
     return reply
 
 
+SECOND = Picture(10, (12, 8))
+
+
 @pytest.mark.slow
-def test_a_new_process_goes_on_about_the_same_images(model: Path, tmp_path: Path) -> None:
-    disk = on_disk(tmp_path / "d")
-    first = run_in_child(begun, model, *disk)
-    reply = run_in_child(gone_on, model, first.history, *disk)
+@pytest.mark.parametrize("below", [on_disk, in_directory, in_store])
+def test_a_new_process_goes_on_about_the_same_images(
+    model: Path, tmp_path: Path, below: Callable[[object], tuple[str, ...]]
+) -> None:
+    flags = below(tmp_path / "d")
+    first = run_in_child(begun, model, *flags)
+    reply = run_in_child(gone_on, model, first.history, *flags)
     wanted = run_in_child(undisturbed, model)
     assert reply.storage == 192 and reply.tokens == wanted.tokens  # two images
-    second = Picture(10, (12, 8))
-    swapped = [Picture(99, (12, 8)) if part == second else part for part in first.history]
+    swapped = [Picture(99, (12, 8)) if part == SECOND else part for part in first.history]
     assert swapped != first.history
-    other = run_in_child(gone_on, model, swapped, *disk)
+    other = run_in_child(gone_on, model, swapped, *flags)
     assert other.storage == 128 and other.tokens != wanted.tokens
+
+
+# -- several ranks -------------------------------------------------------------------------------
+
+
+def on_rank(rank: int, port: int, body: Callable[..., Any], *args: Any) -> Any:
+    """What a body gives that takes an engine's start."""
+    return body(*args, start=partial(started_rank, rank, port))
+
+
+def started_rank(rank: int, port: int, model: Path, *flags: str) -> RankedCore:
+    return RankedCore(rank, port, *FLAGS, *flags, model=str(model))
+
+
+def kept_and_evicted(model: Path, start: Start) -> list[list[tuple[list[int], int, int]]]:
+    core = start(model)
+    talks = talk(core, "kept", False), talk(core, "evicted", True)
+    assert told(core, "guarded_errors", "unkept_requests") == [0, 0]
+    return [[(one.tokens, one.device, one.host) for one in each.replies] for each in talks]
+
+
+@pytest.mark.slow
+def test_two_ranks_go_on_about_the_same_images(model: Path) -> None:
+    (kept, evicted), other = run_ranks(on_rank, kept_and_evicted, model)
+    assert other == [kept, evicted]
+    assert [tokens for tokens, *_ in evicted] == [tokens for tokens, *_ in kept]
+    assert [(device, host) for _, device, host in evicted] == [(0, device) for _, device, _ in kept]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("below", [on_disk, in_store])
+def test_the_next_server_of_two_ranks_goes_on(
+    model: Path, tmp_path: Path, below: Callable[[object], tuple[str, ...]]
+) -> None:
+    flags = below(tmp_path / "d")
+    first, _ = run_ranks(on_rank, begun, model, *flags)
+    wanted, _ = run_ranks(on_rank, undisturbed, model)
+    swapped = [Picture(99, (12, 8)) if part == SECOND else part for part in first.history]
+    for reply in run_ranks(on_rank, gone_on, model, first.history, *flags):
+        assert reply.storage == 192 and reply.tokens == wanted.tokens
+    for reply in run_ranks(on_rank, gone_on, model, swapped, *flags):
+        assert reply.storage == 128 and reply.tokens != wanted.tokens
+
+
+# -- in the middle of an image -------------------------------------------------------------------
+
+LARGE = (24, 16)
+"""The grid of an image of 96 tokens: a block or a chunk ends in it, wherever it begins."""
+
+UNEVEN = "--chunked-prefill-size", "50"
+PAGES = "--page-size", "64"
+
+
+def aborted(model: Path, passes: Sequence[int], *flags: str) -> tuple[list[list[int]], list[int]]:
+    """passes: as for `aborts.talk`. Its replies, and tokens that were restored, errors, and
+    requests of which nothing is kept."""
+    core = started(model, *UNEVEN, *flags)
+    more = [[*text(5, 20), Picture(seed, LARGE), *text(6, 20)] for seed in (50, 51, 52)]
+    replies = aborts.talk(core, WITH_FEW_TOKENS_IN_ITS_BLOCK, more, passes, shown.submit)
+    names = "restored_tokens", "guarded_errors", "unkept_requests"
+    return replies, told(core, *names) if passes else []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), PAGES])
+def test_an_abort_in_the_middle_of_an_image_leaves_what_can_be_continued(
+    model: Path, flags: tuple[str, ...]
+) -> None:
+    """Prompts with the same text and other images are aborted in each of their first passes."""
+    wanted, _ = run_in_child(aborted, model, (), "--hc-disable", *flags)
+    found, (restored, *wrong) = run_in_child(aborted, model, range(1, 14), *flags)
+    assert found == wanted and len(set(map(tuple, found))) == len(found)
+    assert restored > 13 * 64 and wrong == [0, 0]
+
+
+def retracted(model: Path, often: bool, *flags: str) -> dict[str, Any]:
+    if often:
+        retractions.retract_often()
+    prompts = [[*text(seed, 20 + 15 * seed), Picture(seed, LARGE), *text(7, 3)] for seed in (1, 2)]
+    return retractions.serve(started(model, *flags), prompts, shown.submit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [UNEVEN, PAGES, (*PAGES, "--disable-overlap-schedule")])
+def test_what_was_retracted_behind_an_image_comes_back(model: Path, flags: tuple[str, ...]) -> None:
+    """With pages up to the last whole one, which ends in the image."""
+    calm, found = (run_in_child(retracted, model, often, *flags) for often in (False, True))
+    assert found["replies"] == calm["replies"] and found["retractions"] > 0
+    assert found["stats"]["retracted_restored_tokens"] > 0
+    assert "guarded_errors" not in found["stats"]
 
 
 # -- from a client's bytes on --------------------------------------------------------------------

@@ -1,17 +1,17 @@
-"""Priorities and adapters beside sliding windows and a sparse-attention index, under SGLang's real
-scheduler: what was taken out comes back with its end or its index, and goes on word for word, and
-nobody gets those of another adapter."""
+"""Priorities, aborts and adapters beside sliding windows and a sparse-attention index, under
+SGLang's real scheduler: what was taken out or left comes back with its end or its index, and goes
+on word for word, and nobody gets those of another adapter."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from support import sparse_core, sparse_model, window_core, window_model
+from support import aborts, sparse_core, sparse_model, window_core, window_model
 from support.adapters import adapter_flags, adapter_ids, write_adapter
 from support.core import Core, Reply, run_in_child
 from support.during import When
@@ -80,6 +80,28 @@ def test_what_a_priority_took_out_comes_back(folder: Path, name: str) -> None:
     found, times, stats = run_in_child(preempted, folder / name)
     assert found == wanted and times == 1
     assert stats["retracted_restored_tokens"] >= 128 and "guarded_errors" not in stats
+
+
+# -- aborts ---------------------------------------------------------------------------------------
+
+
+def aborted(
+    model: Path, passes: Sequence[int], *flags: str
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """passes: as for `aborts.talk`."""
+    core = ENGINES[model.name](str(model), "--chunked-prefill-size", "64", *flags)
+    more = [prompt(number, 150) for number in range(3)]
+    replies = aborts.talk(core, prompt("first", 300), more, passes)
+    return replies, core.tree.stats() if passes else {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENGINES)
+def test_aborts_leave_what_can_be_continued(folder: Path, name: str) -> None:
+    wanted, _ = run_in_child(aborted, folder / name, (), "--hc-disable")
+    found, stats = run_in_child(aborted, folder / name, range(1, 14))
+    assert found == wanted
+    assert stats["restored_tokens"] > 5 * 320 and "guarded_errors" not in stats
 
 
 # -- adapters -------------------------------------------------------------------------------------

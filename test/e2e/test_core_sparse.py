@@ -15,8 +15,8 @@ from sglang_hc.forms import BLOCK_TOKENS
 from support import ranked_turns, retractions, sparse_kernels, sparse_model
 from support.core import Once, Reply, run_in_child
 from support.prompts import in_directory, in_store, on_disk, prompt
-from support.ranked_core import run_ranks
-from support.sparse_core import KEPT, engine, evicted, exchange, history, never_evicted
+from support.ranked_core import RankedCore
+from support.sparse_core import FLAGS, KEPT, engine, evicted, exchange, history, never_evicted
 from support.starts import check_left_out, refusal
 
 CHUNKS = "--chunked-prefill-size", "128"
@@ -97,17 +97,17 @@ def test_the_next_server_goes_on(
     assert second.storage == KEPT
 
 
-def on_rank(rank: int, port: int, model: str, *flags: str) -> ranked_turns.Turns:
+def of_rank(rank: int, port: int, *server: str) -> RankedCore:
     sparse_kernels.use()
-    flags = "--attention-backend", "dsa", *flags
-    return ranked_turns.talk(ranked_turns.engine(rank, port, "tp", "kv", model, *flags), "away")
+    return ranked_turns.engine(rank, port, *server, *FLAGS)
 
 
 @pytest.mark.slow
-def test_two_ranks_divide_latents_and_index(model: str, tmp_path: Path) -> None:
-    found = run_ranks(on_rank, model, *on_disk(tmp_path))
-    ranked_turns.check_tokens(found)
-    assert found[0].counted["restored_tokens"] == found[0].stored == ranked_turns.BLOCKS
+@pytest.mark.parametrize("below", [on_disk, in_store])
+def test_two_ranks_divide_latents_and_index(
+    model: str, tmp_path: Path, below: Callable[[object], tuple[str, ...]]
+) -> None:
+    ranked_turns.check_two_servers(of_rank, "tp", "kv", model, *below(tmp_path))
 
 
 def test_another_choice_of_tokens_is_another_model(model: str, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ evicted comes back with the state behind it, and goes on word for word."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,12 +13,13 @@ from transformers import Lfm2Config
 
 from sglang_hc.forms import BLOCK_TOKENS
 from support import (
+    aborts,
     ranked_turns,
     retractions,
     state_core,
     state_talks,
 )
-from support.adapters import MLP, adapter_flags, adapter_ids, write_adapter
+from support.adapters import ATTENTION, MLP, adapter_flags, adapter_ids, write_adapter
 from support.core import Once, Reply, run_in_child
 from support.during import When
 from support.prompts import in_directory, in_store, on_disk, prompt
@@ -45,6 +46,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def model(folder: Path) -> str:
     return str(folder / "qwen3-next")
+
+
+@pytest.fixture(params=["qwen3-next", "granite-4", "kimi-linear"])
+def each(folder: Path, request: pytest.FixtureRequest) -> str:
+    """One of each kind: gated delta rule, Mamba2, KDA."""
+    return str(folder / request.param)
 
 
 @slow
@@ -78,6 +85,7 @@ def test_behind_an_encoder_of_images_they_say_the_same(folder: Path, name: str) 
         pytest.param("qwen3.5-moe-vl", (*PAGES, PLAIN), marks=slow),
         pytest.param("granite-4", (), marks=slow),
         pytest.param("granite-4", (*PAGES, *CHUNKS), marks=slow),
+        pytest.param("granite-4", (*UNEVEN, PLAIN, "--enable-mixed-chunk"), marks=slow),
         pytest.param("qwen3.5", (*PAGES, *CHUNKS), marks=slow),
         pytest.param("nemotron-h", (), marks=slow),
         pytest.param("falcon-h1", (), marks=slow),
@@ -99,8 +107,13 @@ def test_what_left_the_device_comes_back(
     assert found.stats["layer_plan"] == f"kv:{layers}" and "guarded_errors" not in found.stats
 
 
-def test_a_wrong_state_is_noticed(model: str, once: Once) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3-next", *(pytest.param(name, marks=slow) for name in ("granite-4", "kimi-linear"))],
+)
+def test_a_wrong_state_is_noticed(folder: Path, once: Once, name: str) -> None:
     """The control: the state behind the last end is another one, the rows of K and V are right."""
+    model = str(folder / name)
     wanted = once(never_evicted, model)
     spoils = (
         None, state_core.stale, state_core.another, state_core.missing, state_core.without_a_layer,
@@ -141,10 +154,22 @@ def test_a_state_alone_comes_back(model: str, once: Once) -> None:
     assert found.stats["restored_states"] == 1 and "restored_tokens" not in found.stats
 
 
+def aborted(
+    model: str, passes: Sequence[int], *flags: str
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """passes: as for `aborts.talk`."""
+    core = engine(model, "--chunked-prefill-size", "64", *flags)
+    more = [prompt(number, 150) for number in range(3)]
+    replies = aborts.talk(core, PROMPT, more, passes)
+    return replies, core.tree.stats() if passes else {}
+
+
 @slow
-def test_aborts_leave_nothing_behind(model: str) -> None:
-    found = run_in_child(state_talks.aborted, model)
-    assert found["stats"]["restored_states"] > 5 and "guarded_errors" not in found["stats"]
+def test_aborts_leave_what_can_be_continued(each: str) -> None:
+    wanted, _ = run_in_child(aborted, each, (), *ALONE)
+    found, stats = run_in_child(aborted, each, range(1, 14))
+    assert found == wanted
+    assert stats["restored_states"] > 5 and "guarded_errors" not in stats
 
 
 def first_turn(model: str, *flags: str, start: state_core.Start = engine) -> list[int]:
@@ -166,12 +191,12 @@ def second_turn(
 @slow
 @pytest.mark.parametrize("below", [on_disk, in_directory, in_store])
 def test_the_next_server_goes_on(
-    model: str, once: Once, tmp_path: Path, below: Callable[[object], tuple[str, ...]]
+    each: str, once: Once, tmp_path: Path, below: Callable[[object], tuple[str, ...]]
 ) -> None:
-    wanted = once(never_evicted, model)
+    wanted = once(never_evicted, each)
     flags = below(tmp_path)
-    first = run_in_child(first_turn, model, *flags)
-    second = run_in_child(second_turn, model, first, *flags)
+    first = run_in_child(first_turn, each, *flags)
+    second = run_in_child(second_turn, each, first, *flags)
     assert [first, second.tokens] == wanted
     assert second.storage == KEPT
 
@@ -221,12 +246,15 @@ def test_a_wrong_state_of_one_rank_is_noticed(model: str) -> None:
 
 
 @slow
-def test_the_next_server_of_two_ranks_goes_on(model: str, tmp_path: Path) -> None:
-    wanted, _ = run_ranks(on_rank, never_evicted, model)
-    below = on_disk(tmp_path)
-    first, other = run_ranks(on_rank, first_turn, model, *below)
+@pytest.mark.parametrize("below", [on_disk, in_store])
+def test_the_next_server_of_two_ranks_goes_on(
+    each: str, tmp_path: Path, below: Callable[[object], tuple[str, ...]]
+) -> None:
+    wanted, _ = run_ranks(on_rank, never_evicted, each)
+    flags = below(tmp_path)
+    first, other = run_ranks(on_rank, first_turn, each, *flags)
     assert first == other == wanted[0]
-    for second in run_ranks(on_rank, second_turn, model, first, *below):
+    for second in run_ranks(on_rank, second_turn, each, first, *flags):
         assert second.tokens == wanted[1] and second.storage == KEPT
 
 
@@ -241,9 +269,9 @@ def retracted(model: str, often: bool) -> dict[str, Any]:
 
 
 @slow
-def test_what_was_retracted_comes_back(model: str) -> None:
+def test_what_was_retracted_comes_back(each: str) -> None:
     """Up to its last state: what is behind it is computed again."""
-    calm, found = (run_in_child(retracted, model, often) for often in (False, True))
+    calm, found = (run_in_child(retracted, each, often) for often in (False, True))
     assert found["replies"] == calm["replies"] and found["retractions"] > 0
     assert found["again"] <= BLOCK_TOKENS * found["retractions"]
     assert found["stats"]["retracted_restored_tokens"] > 0
@@ -290,9 +318,9 @@ def makes_room(model: str, *flags: str) -> Room:
 
 @slow
 @pytest.mark.parametrize("flags", [(), (*PAGES, PLAIN)])
-def test_what_made_room_comes_back(model: str, flags: tuple[str, ...]) -> None:
+def test_what_made_room_comes_back(each: str, flags: tuple[str, ...]) -> None:
     """With the state at 128 tokens, which the reply has passed."""
-    room = run_in_child(makes_room, model, *flags)
+    room = run_in_child(makes_room, each, *flags)
     assert room.both == room.alone and room.retractions == 1
     assert room.stats["retracted_restored_tokens"] == 2 * BLOCK_TOKENS
     assert 0 < room.again < BLOCK_TOKENS and "guarded_errors" not in room.stats
@@ -320,12 +348,15 @@ def adapted(model: str, adapters: dict[str, str], *flags: str) -> dict[str, list
 
 
 @slow
-def test_a_state_belongs_to_its_adapter(folder: Path, tmp_path: Path) -> None:
-    model = str(folder / "qwen3.5")
-    adapters = {name: write_adapter(tmp_path / name, i, model, MLP) for i, name in enumerate("ab")}
+@pytest.mark.parametrize(("name", "adapted"), [("qwen3.5", MLP), ("granite-4", ATTENTION)])
+def test_a_state_belongs_to_its_adapter(
+    folder: Path, tmp_path: Path, name: str, adapted: tuple[str, ...]
+) -> None:
+    model = str(folder / name)
+    adapters = {own: write_adapter(tmp_path / own, i, model, adapted) for i, own in enumerate("ab")}
     wanted, found = (run_in_child(adapted, model, adapters, *flags) for flags in (ALONE, ()))
-    for name, turns in found.items():
-        assert [turn.tokens for turn in turns] == [turn.tokens for turn in wanted[name]], name
+    for who, turns in found.items():
+        assert [turn.tokens for turn in turns] == [turn.tokens for turn in wanted[who]], who
         assert turns[0].cached == turns[1].device == 0, "state of another adapter was found"
     assert len({tuple(first.tokens) for first, _ in found.values()}) == len(found)
     restored = [second.host for _, second in found.values()]

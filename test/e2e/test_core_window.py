@@ -14,7 +14,7 @@ from sglang_hc.forms import BLOCK_TOKENS
 from support import leaks, ranked_turns, retractions, window_core, window_kernels, window_model
 from support.core import Core, Once, Reply, run_in_child
 from support.prompts import in_directory, in_store, on_disk, prompt
-from support.ranked_core import run_ranks
+from support.ranked_core import RankedCore
 from support.speculation import NGRAM
 from support.speculative_kinds import with_windows
 from support.starts import check_left_out, refusal
@@ -291,17 +291,18 @@ def test_windows_that_a_waiting_request_needs_leave_last(model: str) -> None:
     assert before == [150, 150] and behind == [150, 0]
 
 
-def on_rank(rank: int, port: int, model: str, *flags: str) -> ranked_turns.Turns:
+def of_rank(rank: int, port: int, kind: str, form: str, model: str, *flags: str) -> RankedCore:
     window_kernels.use()
     flags = *window_core.flags_of(model), *flags
-    return ranked_turns.talk(ranked_turns.engine(rank, port, "tp", "kv", model, *flags), "away")
+    return ranked_turns.engine(rank, port, kind, form, model, *flags)
 
 
 @pytest.mark.slow
-def test_two_ranks_divide_heads(model: str, tmp_path: Path) -> None:
-    found = run_ranks(on_rank, model, *on_disk(tmp_path))
-    ranked_turns.check_tokens(found)
-    assert found[0].counted["restored_tokens"] == found[0].stored == ranked_turns.BLOCKS
+@pytest.mark.parametrize("below", [on_disk, in_store])
+def test_two_ranks_divide_heads(
+    model: str, tmp_path: Path, below: Callable[[object], tuple[str, ...]]
+) -> None:
+    ranked_turns.check_two_servers(of_rank, "tp", "kv", model, *below(tmp_path))
 
 
 # -- what plain SGLang says, and what is refused ---------------------------------------------------

@@ -239,6 +239,11 @@ def states(models: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("qwen3-next", NGRAM, True),
         ("qwen3-next", (*NGRAM, *CHUNKS), False),
         ("qwen3.5", NGRAM, False),
+        ("granite-4", NGRAM, True),
+        ("granite-4", (*CHAIN, *CHUNKS), False),
+        ("nemotron-h", NGRAM, False),
+        ("kimi-linear", NGRAM, True),
+        ("kimi-linear", (*CHAIN, *CHUNKS), False),
     ],
 )
 def test_states_with_proposals_of_a_corpus(

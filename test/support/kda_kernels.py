@@ -18,6 +18,7 @@ def use() -> None:
 
     backend.causal_conv1d_fn, backend.causal_conv1d_update = convolve, convolve_one
     kernels.chunk_kda, kernels.fused_recurrent_kda_packed_decode = prefill, decode
+    kernels.fused_sigmoid_gating_delta_rule_update = verify
 
 
 def gates(a: torch.Tensor, A_log: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -69,3 +70,15 @@ def decode(
             v[request].view(1, heads, value), kept[request],
             b[request : request + 1].float().sigmoid(), initial_state[slot],
         )  # fmt: skip
+
+
+def verify(
+    *, A_log: torch.Tensor, dt_bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+    v: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **places: Any,
+) -> torch.Tensor:  # fmt: skip
+    """As `state_kernels.verify_rows`, with a and b before their functions."""
+    from support.state_kernels import verify_rows
+
+    heads, key = k.shape[-2:]
+    kept = gates(a.reshape(1, -1, heads, key), A_log, dt_bias)
+    return verify_rows(q, k, v, kept, b.reshape(1, -1, heads).float().sigmoid(), **places)

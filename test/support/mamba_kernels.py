@@ -4,6 +4,7 @@ began."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -63,13 +64,36 @@ def prefill(
 def decode(
     state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
     C: torch.Tensor, D: torch.Tensor, dt_bias: torch.Tensor, state_batch_indices: torch.Tensor,
-    out: torch.Tensor, **_: Any,
+    out: torch.Tensor, intermediate_states_buffer: torch.Tensor | None = None, **verified: Any,
 ) -> None:  # fmt: skip
-    """One token a request: x (requests, heads, P); what is one number a head is repeated."""
-    own = A[:, 0, 0], D[:, 0], dt_bias[:, 0]
-    for request, slot in enumerate(state_batch_indices.tolist()):
-        parts = x[request], dt[request, :, 0], B[request], C[request]
+    """One token a request: x (requests, heads, P); what is one number a head is repeated. In a pass
+    that verifies see `verify`."""
+    own, rows = (A[:, 0, 0], D[:, 0], dt_bias[:, 0]), (x, dt[..., 0], B, C)
+    slots = state_batch_indices.tolist()
+    if intermediate_states_buffer is not None:
+        verify(state, rows, own, slots, out, intermediate_states_buffer, **verified)
+        return
+    for request, slot in enumerate(slots):
+        parts = (part[request] for part in rows)
         state[slot], out[request] = step(state[slot].double(), *parts, *own)
+
+
+def verify(
+    state: torch.Tensor, rows: Sequence[torch.Tensor], own: Sequence[torch.Tensor],
+    slots: list[int], out: torch.Tensor, states: torch.Tensor,
+    intermediate_state_indices: torch.Tensor, retrieve_parent_token: torch.Tensor | None,
+    cache_steps: int, **_: Any,
+) -> None:  # fmt: skip
+    """Trees of `cache_steps` proposed tokens: rows (requests, cache_steps, ...). The state behind
+    each goes to states (requests, cache_steps, heads, P, N), and none to its slot."""
+    from support.state_kernels import parents_of
+
+    for request, slot in enumerate(slots):
+        kept = int(intermediate_state_indices[request])
+        for row, parent in enumerate(parents_of(retrieve_parent_token, request, cache_steps)):
+            before = state[slot] if parent < 0 else states[kept, parent]
+            parts = (part[request, row] for part in rows)
+            states[kept, row], out[request, row] = step(before.double(), *parts, *own)
 
 
 def step(

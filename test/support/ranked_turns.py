@@ -4,11 +4,12 @@ device; and whether the ranks decided alike."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from support.conversations import Outcome, compare, options
 from support.prompts import prompt
-from support.ranked_core import KINDS, RankedCore
+from support.ranked_core import KINDS, RankedCore, run_ranks
 
 FLAGS = ("--max-total-tokens", "1600", "--dtype", "float32", "--hc-host-size-gb", "0.2")
 BLOCKS = 256
@@ -74,10 +75,16 @@ def check_tokens(found: list[Turns]) -> None:
     assert len({turns.counted.get("restored_tokens", 0) for turns in found}) == 1
 
 
-def talk_and_stop(rank: int, port: int, *server: str) -> tuple[Turns, list[int]]:
+Start = Callable[..., RankedCore]
+"""Starts an engine as `engine` does."""
+
+
+def talk_and_stop(
+    rank: int, port: int, *server: str, start: Start = engine
+) -> tuple[Turns, list[int]]:
     """Two turns, and the reply to the first turn of a conversation that another server goes on
     with: what of it is below host memory is all that is left. server: see `engine`."""
-    core = engine(rank, port, *server)
+    core = start(rank, port, *server)
     turns = talk(core, "before")
     left = core.ask(prompts("later")[0], 60).tokens
     core.settle()
@@ -85,12 +92,23 @@ def talk_and_stop(rank: int, port: int, *server: str) -> tuple[Turns, list[int]]
     return turns, left
 
 
-def go_on(rank: int, port: int, *server: str) -> Turns:
+def go_on(rank: int, port: int, *server: str, start: Start = engine) -> Turns:
     """The second turn of that conversation, beside both turns that stay on the device."""
-    core = engine(rank, port, *server)
+    core = start(rank, port, *server)
     first, follow = prompts("later")
     said = core.ask(first, 60, "kept").tokens
     wanted = core.ask([*first, *said, *follow], 24, "kept").tokens
     reply = core.ask([*first, *said, *follow], 24)
     core.settle()
     return Turns(said, wanted, said, reply.tokens, reply.storage, core.tree.tiers.counts())
+
+
+def check_two_servers(start: Start, *server: str) -> None:
+    """Of two ranks: what a server forgets comes back from below host memory, and what it leaves
+    there the next one goes on with."""
+    found = run_ranks(partial(talk_and_stop, start=start), *server)
+    check_tokens([turns for turns, _ in found])
+    assert found[0][0].counted["restored_tokens"] == found[0][0].stored == BLOCKS
+    later = run_ranks(partial(go_on, start=start), *server)
+    check_tokens(later)
+    assert later[0].said == found[0][1] and later[0].stored == BLOCKS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from support.core import Core
@@ -43,9 +44,12 @@ def retract_often(every: int = EVERY) -> None:
     scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, every
 
 
-def serve(core: Core, prompts: list[list[int]] = PROMPTS) -> dict[str, Any]:
+def serve(
+    core: Core, prompts: Sequence[Any] = PROMPTS,
+    submit: Callable[[Core, Any, int], str] = Core.submit,
+) -> dict[str, Any]:  # fmt: skip
     """The replies to prompts at once, whose state leaves the device at each retraction; and what
-    was counted."""
+    was counted. submit: hands in a prompt that gets so many tokens, and returns its id."""
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     computed, generated, seen = Computed(core), [0], dict[Any, int]()
@@ -58,7 +62,7 @@ def serve(core: Core, prompts: list[list[int]] = PROMPTS) -> dict[str, Any]:
                 core.tree.tiers.drain()  # what it left is saved before its turn
                 core.tree.evict(EvictParams(num_tokens=core.scheduler.max_total_num_tokens))
 
-    rids = [core.submit(tokens, NEW) for tokens in prompts]
+    rids = [submit(core, tokens, NEW) for tokens in prompts]
     core.run(each_pass=settle)
     core.settle()
     return {

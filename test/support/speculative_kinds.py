@@ -66,7 +66,7 @@ def with_index(model: str, *flags: str, **options: Any) -> SpeculativeCore:
 
 
 def with_states(model: str, *flags: str, **options: Any) -> SpeculativeCore:
-    """model: path of one of `state_model`, of those with the gated delta rule."""
+    """model: path of one of `state_model`."""
     state_kernels.use()
     return SpeculativeCore(*SMALL, *state_core.STATES, *flags, model=model, **options)
 

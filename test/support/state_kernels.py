@@ -114,7 +114,7 @@ def convolve_tree(
         assert retrieve_next_token is not None and retrieve_next_sibling is not None
         _find_parents(retrieve_next_token, retrieve_next_sibling, retrieve_parent_token)
     for request, own in enumerate(intermediate_state_indices.tolist()):
-        for row, parent in enumerate(_parents(retrieve_parent_token, request, x.shape[2])):
+        for row, parent in enumerate(parents_of(retrieve_parent_token, request, x.shape[2])):
             state = before[request] if parent < 0 else windows[own, parent]
             inputs = torch.cat([state, x[request, :, row : row + 1]], 1)
             out[request, :, row : row + 1] = _convolved(inputs, weight, bias)
@@ -132,7 +132,8 @@ def _find_parents(child: torch.Tensor, sibling: torch.Tensor, parents: torch.Ten
                 row = int(sibling[request, row])
 
 
-def _parents(parents: torch.Tensor | None, request: int, rows: int) -> list[int]:
+def parents_of(parents: torch.Tensor | None, request: int, rows: int) -> list[int]:
+    """Of each row of a proposed tree; -1 for the first one. parents: None for chains."""
     found: list[int] = list(range(-1, rows - 1)) if parents is None else parents[request].tolist()
     return found
 
@@ -196,21 +197,28 @@ def decode(
 
 def verify(
     *, A_log: torch.Tensor, dt_bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
-    v: torch.Tensor, a: torch.Tensor, b: torch.Tensor, initial_state_source: torch.Tensor,
-    initial_state_indices: torch.Tensor, intermediate_states_buffer: torch.Tensor,
-    intermediate_state_indices: torch.Tensor, cache_steps: int,
-    retrieve_parent_token: torch.Tensor | None, **_: Any,
+    v: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **places: Any,
+) -> torch.Tensor:  # fmt: skip
+    """As `prefill`, of proposed trees; see `verify_rows`."""
+    kept, replaced = gates(A_log, a, b, dt_bias)
+    return verify_rows(q, k, v, kept.unsqueeze(-1), replaced, **places)
+
+
+def verify_rows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *,
+    initial_state_source: torch.Tensor, initial_state_indices: torch.Tensor,
+    intermediate_states_buffer: torch.Tensor, intermediate_state_indices: torch.Tensor,
+    cache_steps: int, retrieve_parent_token: torch.Tensor | None, **_: Any,
 ) -> torch.Tensor:  # fmt: skip
     """As `prefill`, of trees of `cache_steps` proposed tokens each; the state behind each goes to
     intermediate_states_buffer (requests, cache_steps, heads, V, K), and none to its slot."""
     out, states = torch.empty_like(v), intermediate_states_buffer
-    kept, replaced = gates(A_log, a, b, dt_bias)
     for request, slot in enumerate(initial_state_indices.tolist()):
         own = int(intermediate_state_indices[request])
-        for row, parent in enumerate(_parents(retrieve_parent_token, request, cache_steps)):
+        for row, parent in enumerate(parents_of(retrieve_parent_token, request, cache_steps)):
             state = initial_state_source[slot] if parent < 0 else states[own, parent]
             at = slice(request * cache_steps + row, request * cache_steps + row + 1)
-            parts = (part[0, at] for part in (q, k, v, kept.unsqueeze(-1), replaced))
+            parts = (part[0, at] for part in (q, k, v, g, beta))
             out[0, at], _, states[own, row] = delta_rule(*parts, state)
     return out
 

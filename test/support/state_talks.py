@@ -72,24 +72,6 @@ def parted(model: str, evicts: bool) -> Parted:
     return Parted(second, core.tree.stats())
 
 
-def aborted(model: str) -> dict[str, Any]:
-    """Requests are aborted at each point of their way, while their state comes back and after."""
-    core, first = engine(model, "--chunked-prefill-size", "64"), prompt("first", 300)
-    reply = core.ask(first, 24).tokens
-    for at in range(1, 14):
-        core.push_out()
-        rid = core.submit([*first, *reply, *prompt(at, 150)], 24)
-
-        def each_pass(number: int, rid: str = rid, at: int = at) -> None:
-            if number == at:
-                core.abort(rid)
-
-        core.run(each_pass=each_pass)
-        core.settle()
-    found = core.ask([*first, *reply, *prompt("more", 90)], 16)
-    return {"reply": found.tokens, "stats": core.tree.stats()}
-
-
 def stormy(model: str, seed: int, evicts: bool, *flags: str) -> tuple[list[list[int]], Any]:
     """Random conversations, up to three requests at once, which begin anew, go on, or branch from
     each other. evicts: and things leave the device between them. Returns all replies, and what was
