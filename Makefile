@@ -28,7 +28,7 @@ endif
 # An engine imports a thousand modules; without their bytecode each start takes half a minute more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup models demo demo-forms test suite test-fast lint nightly canary audit router stores
+.PHONY: setup models demo demo-forms test suite test-fast lint nightly canary audit router deploy-tools stores
 
 setup: $(INSTALLED)
 
@@ -76,7 +76,8 @@ lint: setup
 	$(BIN)/python benchmark/make_tables.py --check
 	$(BIN)/python -m benchmark.simulator.tables --check
 
-nightly: models router
+nightly: export PATH := $(CURDIR)/.deploy-tools/bin:$(PATH)
+nightly: models router deploy-tools
 	$(PYTEST) -m slow $(KERNEL_TESTS)
 	$(PYTEST) -m slow test
 	HC_EXAMPLES=2 $(PYTEST) -m "not slow and not server" --ignore test/e2e test
@@ -90,6 +91,12 @@ router: .router/bin/python
 .router/bin/python: | setup
 	$(UV) venv --python $(BIN)/python .router
 	$(UV) pip install --python .router/bin/python ai-dynamo-runtime==1.6.1 || { rm -r .router; false; }
+
+# What reads the files of deploy/, in a folder of its own that is on the path of the nightly tests.
+deploy-tools: .deploy-tools/.installed
+
+.deploy-tools/.installed: scripts/get_deploy_tools.sh
+	scripts/get_deploy_tools.sh .deploy-tools
 
 # Mooncake, NIXL and OpenTelemetry, in a folder of their own that is on the path of their tests alone.
 stores: .stores/.installed

@@ -46,7 +46,7 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """Starts `python -m MODULE ARGS --host 127.0.0.1 --port P` and waits until /health says 200.
+    """Starts `PYTHON -m MODULE ARGS --host 127.0.0.1 --port P` and waits until /health says 200.
 
     A context manager: on exit the whole process group and every descendant is gone, also when
     the body raised; the launcher is gone as well when this process is killed with SIGKILL. `env`
@@ -61,9 +61,10 @@ class ServerProcess:
         env: Mapping[str, str] | None = None,
         log_path: str | os.PathLike[str] = os.devnull,
         timeout_s: float = 300.0,
+        python: str = sys.executable,
     ) -> None:
         self.port = 0
-        self._words = [sys.executable, "-m", module, *args]
+        self._words = [python, "-m", module, *args]
         self.log_path = Path(log_path)
         self.start_s = 0.0
         self._env = dict(env or {})

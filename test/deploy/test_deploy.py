@@ -1,9 +1,10 @@
 """The files of `deploy/`, as far as they can be tested without the programs that read them; with
-promtool and kubectl where they are installed."""
+promtool, docker-compose and kubectl where they are installed."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -67,6 +68,18 @@ def test_each_alert_says_what_it_means_and_how_urgent_it_is() -> None:
     for rule in rules():
         assert rule["labels"]["severity"] in ("page", "ticket")
         assert "{{ $labels.instance }}" in rule["annotations"]["summary"]
+
+
+def test_each_alert_is_raised_in_a_test() -> None:
+    """That it is, says promtool."""
+    (found,) = load("prometheus/alerts_test.yaml")
+    raised = {
+        case["alertname"]
+        for test in found["tests"]
+        for case in test["alert_rule_test"]
+        if case.get("exp_alerts")
+    }
+    assert raised == {rule["alert"] for rule in rules()}
 
 
 def test_prometheus_reads_the_rules_and_scrapes_the_server() -> None:
@@ -160,10 +173,13 @@ def test_the_servers_of_several_machines_agree_on_one_mooncake() -> None:
     assert str(Path(config["remote_key"]).parent) in folders
 
 
-def run(*words: str, cwd: Path) -> str:
+def run(*words: str, cwd: Path, **env: str) -> str:
     if shutil.which(words[0]) is None:
         pytest.skip(f"{words[0]} is not installed")
-    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        words, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -179,6 +195,16 @@ def run(*words: str, cwd: Path) -> str:
 )
 def test_promtool_takes_the_rules(words: tuple[str, ...]) -> None:
     assert "SUCCESS" in run("promtool", *words, cwd=ALERTS.parent)
+
+
+@pytest.mark.parametrize("file", ["compose.yaml", "mooncake.yaml"])
+def test_compose_takes_the_files(file: str) -> None:
+    """And finds each variable that must be given named at the top."""
+    head = (DEPLOY / file).read_text().partition("services:")[0]
+    given = dict.fromkeys(re.findall(r"\b([A-Z]+)=", head), "/given")
+    given |= {"KEYS": "/keys"} if "key" in head else {}
+    shown = run("docker-compose", "-f", file, "config", cwd=DEPLOY, **given)
+    assert yaml.safe_load(shown)["services"].keys() == load(file)[0]["services"].keys()
 
 
 def test_kustomize_takes_the_example(tmp_path: Path) -> None:

@@ -5,66 +5,20 @@ from __future__ import annotations
 import random
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from support.core import Core, run_in_child
 from support.prompts import SMALL, in_directory, on_disk, prompt
 from support.retractions import retract_often
+from support.told_prompts import Told, by_source, check_sources
 
-SOURCES = ("device", "host", "disk", "remote", "computed", "aborted")
 CHUNKED = ("--chunked-prefill-size", "64", "--enable-mixed-chunk")
-
-
-class Told:
-    """What SGLang tells clients of prompts that were served: the numbers of its replies, and its
-    own split of them."""
-
-    def __init__(self, core: Core) -> None:
-        self.prompts = self.device = self.host = self.below = 0
-        self.details: list[Any] = []
-        streamer, seen = type(core.scheduler.output_streamer), dict[int, Any]()
-        stream, details = streamer.stream_output, streamer.get_cached_tokens_details
-
-        def streamed(self: Any, reqs: list[Any], logprob: bool, skip_req: Any = None) -> Any:
-            stream(self, reqs, logprob, skip_req)
-            for req in reqs:
-                if req is skip_req or id(req) in seen or not req.finished_output:
-                    continue
-                seen[id(req)] = req  # no other gets its id
-                told.prompts += len(req.origin_input_ids)
-                told.device += req.cached_tokens_device
-                told.host += req.cached_tokens_host
-                told.below += req.cached_tokens_storage
-
-        def detailed(self: Any, req: Any) -> Any:
-            found = details(self, req)
-            if req.finished():
-                told.details.append(found)
-            return found
-
-        told = self
-        streamer.stream_output, streamer.get_cached_tokens_details = streamed, detailed
-
-
-def by_source(core: Core) -> dict[str, int]:
-    counts = core.tree.reporting.prompts.counts
-    assert set(counts) == {f"prompt_tokens_{source}" for source in SOURCES}
-    assert all(count >= 0 for count in counts.values())
-    return {source: counts[f"prompt_tokens_{source}"] for source in SOURCES}
 
 
 def check(core: Core, told: Told) -> dict[str, int]:
     core.settle()
-    found = by_source(core)
-    assert sum(found.values()) == told.prompts
-    assert (found["device"], found["host"]) == (told.device, told.host)
-    assert found["disk"] + found["remote"] == told.below
-    shown = [one for one in told.details if one is not None and "storage" in one]
-    assert all(one["disk"] + one["remote"] == one["storage"] for one in shown)
-    assert sum(one["disk"] for one in shown) == found["disk"]
-    return found
+    return check_sources(core, told)
 
 
 def load(folder: str, seed: int) -> dict[str, int]:

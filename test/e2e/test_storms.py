@@ -13,8 +13,11 @@ from typing import get_args
 import pytest
 
 from benchmark import ROOT
+from sglang_hc.srt.tree.prompt_sources import PromptSources
 from sglang_hc.store.executor import Completion
-from support import storm_actions, storm_engine, storm_io, storms
+from sglang_hc.tiers.ledger import Ledger
+from support import storm_actions, storm_engine, storm_events, storm_io, storms
+from support.kv_events import MEDIA
 from support.storm_actions import (
     Abort,
     Drain,
@@ -70,7 +73,8 @@ def test_the_storms_were_storms(seen: Counter[str]) -> None:
     """What they are about happened in them."""
     if seen["storms"] != len(QUICK):
         pytest.skip("not all storms were seen")
-    for what in ("restored tokens", "disk tokens", "aborted", "retractions"):
+    happened = "restored tokens", "disk tokens", "aborted", "retractions"
+    for what in (*happened, *(f"hc told {medium}" for medium in MEDIA)):
         assert seen[what] > 0, what
 
 
@@ -150,6 +154,23 @@ def test_a_request_that_is_lost_is_found(oracle: Oracle, monkeypatch: pytest.Mon
     monkeypatch.setattr(storm_engine.Player, "_is_over", lambda *_: True)  # so it is not noted
     (wrong,) = storms.run(storm, oracle).wrong
     assert "tokens of 20" in wrong
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "found"),
+    [(Ledger, "_release", "of KV events: {'GPU'"), (PromptSources, "over", "do not add up")],
+)
+def test_what_is_not_told_is_found(
+    oracle: Oracle, monkeypatch: pytest.MonkeyPatch, part: type, name: str, found: str
+) -> None:
+    """To routers, that pages left; or to the operator, where a prompt came from."""
+    told = Send("a", 1, new=20), Drain(settle=True), Evict(), Drain(settle=True)
+    storm = Storm(Engine("kv", told=True), told)
+    assert storms.run(storm, oracle).wrong == []
+    monkeypatch.setattr(part, name, lambda *_: ())
+    monkeypatch.setattr(storm_events, "LIMIT_S", 1.0)
+    (wrong,) = storms.run(storm, oracle).wrong
+    assert found in wrong
 
 
 def test_a_record_leaves_out_what_it_has_but_for_what_was_wrong(tmp_path: Path) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 from pathlib import Path
 
 import pytest
 
 import sglang_hc
+from support.deployed import fresh_environment, without_python
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "python")
@@ -20,7 +19,7 @@ SOURCES = ("pyproject.toml", "README.md", "LICENSE", "python")
 
 def run(*words: str | Path, cwd: Path) -> str:
     """What a command prints; without what this process was told by its environment."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    env = without_python()
     done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -36,9 +35,7 @@ def build(kind: str, tree: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Programs of a fresh environment, into which the wheel of an unpacked sdist was installed. It
-    finds SGLang and torch where the tests have them, but not what is installed there as editable:
-    that takes a .pth file, and Python reads none in a folder which another one names."""
+    """Programs of a fresh environment, into which the wheel of an unpacked sdist was installed."""
     folder = tmp_path_factory.mktemp("package")
     tree = folder / "tree"
     tree.mkdir()
@@ -50,11 +47,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         archive.extractall(folder / "unpacked", filter="data")
     (unpacked,) = (folder / "unpacked").iterdir()
     wheel = build("wheel", unpacked)
-    run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
-    programs = folder / "venv" / "bin"
+    programs = fresh_environment(folder / "venv")
     run(programs / "pip", "install", "--no-index", "--no-deps", wheel, cwd=folder)
-    (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
-    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
     return programs
 
 

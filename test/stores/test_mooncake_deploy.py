@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import yaml
 from benchmark.harness.server import free_port
 from support.core import MODELS
 from support.dashboards import DEPLOY
+from support.deployed import filled
 from support.mooncake import MASTER, NODE, PATH, Programs, needs_mooncake
 from support.prompts import prompt
 from support.served import first_turn, generate, numbers, start
@@ -19,18 +18,6 @@ from support.served import first_turn, generate, numbers, start
 pytestmark = [pytest.mark.server, pytest.mark.slow, needs_mooncake]
 
 HOST = "127.0.0.1"
-
-
-def filled(words: list[str], values: Mapping[str, str], ports: Mapping[str, int]) -> list[str]:
-    """Words of the file with these variables, and ports of this machine for those of the file."""
-
-    def value(match: re.Match[str]) -> str:
-        return values.get(match[1], match[2])
-
-    text = "\n".join(re.sub(r"\$\{(\w+):[-?]([^}]*)\}", value, word) for word in words)
-    for port, own in ports.items():
-        text = re.sub(rf"\b{port}\b", str(own), text)
-    return text.split("\n")
 
 
 def test_the_commands_of_the_example_work_together(models: None, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ class Engine:
     is behind that, or in its place. page: rows of SGLang's pages, where the model lets us choose.
     meets: by its profile, histories are half computed and half read. weights, adapters: versions
     of its files, by an adapter's name. kind: name of a model of `storm_models`; empty for one whose
-    layers all have full attention."""
+    layers all have full attention. told: somebody reads its KV events."""
 
     plan: str = "kv"
     pool: int = 640
@@ -33,6 +33,7 @@ class Engine:
     weights: int = 0
     adapters: dict[str, int] = field(default_factory=dict)
     kind: str = ""
+    told: bool = False
 
     @property
     def model(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import shutil
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from sglang_hc.tree.namespaces import client_namespace
 from support import leaks, storm_models
 from support.adapters import adapter_flags, adapter_ids
 from support.core import Core, Idle
+from support.kv_events import Ports
 from support.prompts import in_directory, on_disk
 from support.storm_actions import (
     Abort,
@@ -36,8 +37,10 @@ from support.storm_actions import (
     Send,
     Weights,
 )
+from support.storm_events import Listener
 from support.storm_io import PASS_S, Weather, use
 from support.storm_oracle import Oracle, load_weights
+from support.told_prompts import Told, check_sources
 from support.waiting import HANGS_S, until
 
 PASSES = 3000
@@ -140,10 +143,15 @@ class Player:
         from support.meetings import halving_profile
 
         profile = {"profile": halving_profile(folder)} if engine.meets else {}
+        ports = Ports()
+        flags += ports.flags if engine.told else ()
         model = oracle.weights(engine.model, engine.weights)
         flags = [*storm_models.prepared(engine.model, model), *flags]
         self.core = StormCore(weather, *flags, model=model, **profile)
         self.core.believe_profile()
+        self._listener = Listener(self.core, ports) if engine.told else None
+        self._pages = Counter[str]()
+        self._told, self._below_is_well = Told(self.core), True
         self._ids = adapter_ids(self.core) if engine.adapters else {}
         self._loads = 0
         self._room = leaks.room(self.core)
@@ -154,10 +162,12 @@ class Player:
     def tell(self, phase: Phase) -> Iterator[None]:
         """The story of a phase: all its actions."""
         asks = iter(phase.asks)
+        self._is_mirrored()
         for action in phase.actions:
             if isinstance(action, Send):
                 self._send(action, self._oracle[next(asks)].prompt)
             elif isinstance(action, Disk | Scatters | Clock):
+                self._below_is_well &= not (isinstance(action, Disk) and action.fault)
                 self._weather.change(action)
             else:
                 yield from _ACTS[type(action)](self, action) or ()
@@ -190,6 +200,12 @@ class Player:
         if action.settle:
             self.core.settle()
             leaks.nothing_is_saved(self.core)
+            self._is_mirrored()
+
+    def _is_mirrored(self) -> None:
+        if self._listener is not None:
+            self._listener.agrees(below=self._below_is_well)
+            self._pages.update(self._listener.pages())
 
     def _flush(self, action: Flush) -> Iterator[None]:
         yield from self.core.idle()
@@ -262,11 +278,14 @@ class Player:
             self.core.settle()
             until(lambda: len(self._forgotten) == self._forgets, self.core.tree.tiers.poll)
             leaks.nothing_is_saved(self.core)
+            self._is_mirrored()
+        check_sources(self.core, self._told)
         for sent in self._sent:
             self._fill(sent)
         stats = self.core.tree.stats()
         counts = {name: value for name, value in stats.items() if isinstance(value, int)}
         counts |= self._weather.counts
+        counts |= self._pages
         if clean:
             leaks.everything_leaves(self.core, self._room)
             self.core.tree.release_host_resources()

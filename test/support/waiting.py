@@ -17,9 +17,11 @@ def until(
     *,
     pause: float = 0.001,
     show: Callable[[], object] = lambda: "",
+    limit: float = HANGS_S,
 ) -> None:
-    """Take steps until something is true, `pause` seconds apart. show: what a failure tells."""
-    end = time.monotonic() + HANGS_S
+    """Take steps until something is true, `pause` seconds apart. show: what a failure tells.
+    limit: seconds after which it does."""
+    end = time.monotonic() + limit
     while not what():
         assert time.monotonic() < end, f"it never came {show()}"
         step()
