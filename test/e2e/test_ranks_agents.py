@@ -16,7 +16,7 @@ from support.ranked_core import CORES, run_ranks
 
 TALKS = 7
 FLAGS = (
-    "--max-total-tokens", "1200", "--dtype", "float32", "--hc-host-size-gb", "0.008",
+    "--max-total-tokens", "1200", "--dtype", "float32", "--hc-host-size-gb", "0.003",
     "--max-running-requests", "6", "--hc-forms", "kv", "--hc-eviction", "learned",
 )  # fmt: skip
 """For a host tier that holds two or three of the conversations."""

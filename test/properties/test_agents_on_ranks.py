@@ -47,7 +47,7 @@ def check(first: int, stop: int) -> None:
 
 
 def test_ranks_retain_and_learn_alike() -> None:
-    check(0, examples(30))
+    check(0, examples(15))
 
 
 @pytest.mark.slow
