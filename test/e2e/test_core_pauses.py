@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from heapq import heappop, heappush
+from typing import Any
+
 import pytest
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.pauses import EVIDENCE, Kind, Pauses
+from sglang_hc.tools.workloads.agents import agents
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.clock import Clock
 from support.core import Core, run_in_child
@@ -64,3 +69,64 @@ def test_who_is_about_to_come_back_stays(models: None, eviction: str, stays: str
     found = run_in_child(two_sessions, eviction)
     other = {"read": "build", "build": "read"}[stays]
     assert found[stays] >= 256 > found[other], found
+
+
+SHORTER = 4
+"""Texts of the load are so many times shorter than those of the simulator."""
+
+LONGEST = 3000
+"""Tokens of a conversation, behind which it is over."""
+
+
+def hits_of_agents(sessions: int, size_gb: float, pin_s: float, *flags: str) -> tuple[float, int]:
+    """Agents that call tools, each answered at once; time is theirs. pin_s: every answer is pinned
+    for so long; 0 for none. Returns the share of the prompts' tokens that were not computed, and
+    the blocks that host memory has."""
+    from sglang_hc.srt.tree import capturing_tree
+
+    size = "--hc-host-size-gb", str(size_gb), "--max-total-tokens", "4096"
+    core = Core("--dtype", "float32", "--hc-forms", "kv", *size, *flags, model="llama-gqa")
+    clock, tiers, names = Clock(0.0), core.tree.tiers, dict[str, str]()
+    tiers.retention._clock = clock
+    if tiers.away is not None:
+        tiers.away.clock = clock
+    capturing_tree.called_by = lambda req: names[req.rid]  # type: ignore[assignment]
+    load, numbers = agents(sessions=sessions, rate=0.1), itertools.count()
+    due: list[tuple[float, int, Any, int, list[int]]] = []
+    for session in load.sessions:
+        heappush(due, (session.arrival, next(numbers), session, 0, []))
+    asked = cached = 0
+    while due:
+        at, number, session, turn, history = heappop(due)
+        clock.now, one = at, session.turns[turn]
+        for span in one.said:
+            history += prompt(span.start, -(-span.length // SHORTER))
+        pin = {"session": f"s{number}", "ttl_s": pin_s}
+        new = -(-one.answer.length // SHORTER)
+        rid = core.submit(history, new, custom_params={"hc_pin": pin} if pin_s else None)
+        names[rid] = one.calls
+        core.run()
+        tiers.drain()
+        reply = core.reply(rid)
+        asked, cached = asked + len(history), cached + reply.cached
+        history += reply.tokens
+        if turn + 1 < len(session.turns) and len(history) < LONGEST:
+            later = at + session.turns[turn + 1].think
+            heappush(due, (later, number, session, turn + 1, history))
+    return cached / asked, tiers.host.num_slots
+
+
+@pytest.mark.slow
+def test_of_tool_calls_more_is_hit_than_by_age_and_than_by_fixed_times(models: None) -> None:
+    load = 60, 0.05
+    hits = {
+        name: run_in_child(hits_of_agents, *load, pin_s, "--hc-eviction", eviction)
+        for name, eviction, pin_s in (
+            ("learned", "learned", 0.0),
+            ("queue", "queue", 0.0),
+            *((f"pin {seconds:g} s", "queue", seconds) for seconds in (3.0, 30.0, 300.0)),
+        )
+    }
+    print(hits)
+    learned, *others = (found for found, _ in hits.values())
+    assert learned > max(others) + 0.01, hits

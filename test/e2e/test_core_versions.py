@@ -1,9 +1,9 @@
 """New weights under SGLang's real scheduler: state of each version is found under it alone, and
-again when it comes back, in host memory, on disk and behind a restart."""
+again when it comes back, in host memory, on disk, in remote stores and behind a restart."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,20 @@ import pytest
 from sglang_hc.srt.model.weight_versions import digest_of
 from support.adapters import adapter_flags, adapter_ids, write_adapter
 from support.core import MODELS, Core, Reply, run_in_child
-from support.prompts import SMALL, on_disk, prompt
-from support.ranked_core import RankedCore, run_ranks
+from support.prompts import SMALL, in_directory, in_store, on_disk, prompt
+from support.ranked_core import CORES, run_ranks
 from support.storm_actions import ADAPTED_MODEL
 from support.storm_oracle import change_weights, load_weights
 
 OLD, ASKED, LATE = str(MODELS / "llama-mha"), prompt(2, 200), prompt(3, 200)
-FORMS = ("hidden:2,kv:2", pytest.param("hidden", marks=pytest.mark.slow),
-         pytest.param("kv", marks=pytest.mark.slow))  # fmt: skip
+WHERE = [
+    (on_disk, "hidden:2,kv:2"),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in ((on_disk, "hidden"), (on_disk, "kv"), (in_store, "kv"), (in_directory, "kv"))
+    ),
+]
+Below = Callable[[object], tuple[str, ...]]
 
 
 @pytest.fixture
@@ -35,8 +41,8 @@ def ask(core: Core) -> Reply:
     return reply
 
 
-def back_and_forth(form: str, new: str, folder: str) -> dict[str, Any]:
-    core = Core("--hc-forms", form, *SMALL, *on_disk(folder))
+def back_and_forth(form: str, new: str, *below: str) -> dict[str, Any]:
+    core = Core("--hc-forms", form, *SMALL, *below)
     found: dict[str, Any] = {"old": [ask(core)], "new": []}
     for name, path in (("new", new), ("old", OLD), ("new", new)):
         load_weights(core, path)
@@ -55,8 +61,8 @@ def back_and_forth(form: str, new: str, folder: str) -> dict[str, Any]:
     return found
 
 
-def restarted(form: str, new: str, folder: str) -> dict[str, Any]:
-    core = Core("--hc-forms", form, *SMALL, *on_disk(folder))
+def restarted(form: str, new: str, *below: str) -> dict[str, Any]:
+    core = Core("--hc-forms", form, *SMALL, *below)
     found = {"old": [ask(core)]}
     load_weights(core, new)
     found["new"] = [ask(core)]
@@ -67,14 +73,16 @@ def computed(form: str, model: str) -> Reply:
     return Core("--hc-forms", form, *SMALL, model=model).ask(ASKED, 8)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_version_that_comes_back_finds_what_it_left(form: str, new: str, tmp_path: Path) -> None:
-    found = run_in_child(back_and_forth, form, new, str(tmp_path / "disk"))
+@pytest.mark.parametrize(("below", "form"), WHERE)
+def test_a_version_that_comes_back_finds_what_it_left(
+    below: Below, form: str, new: str, tmp_path: Path
+) -> None:
+    found = run_in_child(back_and_forth, form, new, *below(tmp_path / "below"))
     for name in ("old", "new"):
-        computed_here, from_host, from_disk = found[name]
+        computed_here, from_host, from_below = found[name]
         assert computed_here.cached == 0
-        assert from_host.host == 199 and from_disk.storage >= 192
-        assert computed_here.tokens == from_host.tokens == from_disk.tokens
+        assert from_host.host == 199 and from_below.storage >= 192
+        assert computed_here.tokens == from_host.tokens == from_below.tokens
     old, new_reply = found["old"][0].tokens, found["new"][0].tokens
     assert old != new_reply
     assert found["stats"]["weight_changes"] == 4 and found["stats"]["weights"] == "started"
@@ -83,14 +91,16 @@ def test_a_version_that_comes_back_finds_what_it_left(form: str, new: str, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["hidden", "kv"])
+@pytest.mark.parametrize(
+    ("below", "form"), [(on_disk, "hidden"), (on_disk, "kv"), (in_store, "kv")]
+)
 def test_replies_are_those_of_an_engine_that_began_with_the_weights(
-    form: str, new: str, tmp_path: Path
+    below: Below, form: str, new: str, tmp_path: Path
 ) -> None:
     """And a restart finds both versions where they were left."""
-    folder = str(tmp_path / "disk")
-    first = run_in_child(back_and_forth, form, new, folder)
-    again = run_in_child(restarted, form, new, folder)
+    flags = below(tmp_path / "below")
+    first = run_in_child(back_and_forth, form, new, *flags)
+    again = run_in_child(restarted, form, new, *flags)
     for name, model in (("old", OLD), ("new", new)):
         right = run_in_child(computed, form, model).tokens
         assert all(reply.tokens == right for reply in (*first[name], *again[name]))
@@ -214,13 +224,15 @@ def test_an_adapter_that_comes_back_under_its_name_finds_what_it_left(
 # -- two ranks -----------------------------------------------------------------------------------
 
 
-def on_a_rank(rank: int, port: int, new: str) -> list[tuple[str, str | None, Reply]]:
+def on_a_rank(
+    rank: int, port: int, kind: str, new: str, *below: str
+) -> list[tuple[str, str | None, Reply]]:
     """Updates to the new weights and back; then one that brings the second rank nothing. The name
-    of each, its digits, and what is asked behind it."""
+    of each, its digits, and what is asked behind it, at last of what is below host memory."""
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
-    core = RankedCore(rank, port, "--hc-forms", "kv", *SMALL)
+    core = CORES[kind](rank, port, "--hc-forms", "kv", *SMALL, *below)
     found = []
     for name, path in (("old", OLD), ("new", new), ("old", OLD), ("torn", new)):
         if name == "torn" and rank:
@@ -234,15 +246,22 @@ def on_a_rank(rank: int, port: int, new: str) -> list[tuple[str, str | None, Rep
         found.append((name, core.tree.version, core.ask(ASKED, 8)))
         core.push_out()
         core.settle()
+        if len(found) == 3:
+            core.forget()
+            found.append((name, core.tree.version, core.ask(ASKED, 8)))
     return found
 
 
 @pytest.mark.slow
-def test_ranks_agree_on_the_version(new: str) -> None:
+@pytest.mark.parametrize(("kind", "below"), [("tp", on_disk), ("pp", on_disk), ("pp", in_store)])
+def test_ranks_agree_on_the_version(kind: str, below: Below, new: str, tmp_path: Path) -> None:
     """One whose update failed makes it another for both."""
-    first, second = run_ranks(partial(on_a_rank, new=new))
+    first, second = run_ranks(on_a_rank, kind, new, *below(tmp_path / "below"))
     assert [one[1] for one in first] == [one[1] for one in second]
+    assert [one[2] for one in first] == [one[2] for one in second]
     versions = {name: version for name, version, _ in first}
     assert versions["old"] is None and len(set(versions.values())) == 3
-    assert [reply.cached for _, _, reply in first] == [0, 0, 199, 0]
-    assert first[0][2].tokens == first[2][2].tokens != first[1][2].tokens
+    one, other, from_host, from_below, torn = (reply for _, _, reply in first)
+    assert one.cached == other.cached == torn.cached == 0
+    assert from_host.host == 199 and from_below.storage >= 192
+    assert one.tokens == from_host.tokens == from_below.tokens != other.tokens

@@ -7,10 +7,10 @@ from sglang_hc.policy.learned import LearnedPolicy
 from sglang_hc.policy.pauses import Pauses, bucket_of
 from sglang_hc.queue.away import AwaySessions
 from sglang_hc.queue.lookahead import LookAhead
-from sglang_hc.queue.requests import Serial
+from sglang_hc.queue.requests import QueuedPrompt, Serial
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.clock import Clock
-from support.host import host_tier, keep
+from support.host import host_tier, keep, queue_over
 from support.tiers import build
 
 
@@ -99,3 +99,26 @@ def test_who_was_away_when_the_weights_changed_does_not_count_as_gone_for_good()
     assert [at for at, weight in enumerate(count.open) if weight] == [bucket_of(30.0)]
     world.serve(tokens(0, 300), [7], "read")
     assert world.kinds == [(None, "read", 1)] and world.away.pauses.returned == 0
+
+
+def test_who_is_retracted_goes_on_with_its_session():
+    """It began a new one, and its session counted as away for ever."""
+    world = World()
+    world.serve(tokens(0, 200), tokens(1000, 100), "read")
+    queue = queue_over(world.tier, None, LookAhead())
+    queue.away = world.away
+    prompt = tokens(0, 200) + tokens(1000, 100) + tokens(2000, 70)
+    asked = Prefix(None, pack_tokens(prompt))
+    for generated in (0, 30):
+        so_far = Prefix(None, pack_tokens(prompt + tokens(3000, generated)))
+        queue.arrived(Serial(9), lambda path=so_far: QueuedPrompt(path, lambda: 0))
+        queue.on_schedule_step([Serial(9)])
+        queue.on_schedule_step([])
+        queue.finished(Serial(9), 6, comes_back=generated == 0)
+        if not generated:
+            keep(world.tier, asked.tokens)
+    assert world.away.pauses.returned == 1 and queue.counters["sessions_back"] == 1
+    assert len(world.away.pauses.sessions) == 1
+    queue.arrived(Serial(9), lambda: QueuedPrompt(asked, lambda: 0))
+    queue.on_schedule_step([Serial(9)])
+    assert len(world.away.pauses.sessions) == 2, "the other request of this number is over"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from sglang_hc.tiers.sessions import Sessions
 from sglang_hc.tree.identity import Prefix, pack_tokens
 
@@ -46,3 +49,18 @@ def test_a_session_lives_for_its_time_after_the_last_use():
     sessions.expire(16.0)
     assert sessions.of(None, "b") is None and sessions.of(None, "a") is not None
     Sessions(100).expire(1e9)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9), st.integers(1, 12))))
+def test_whoever_has_no_more_than_others_keeps_its_names(notes: list[tuple[str, int, int]]) -> None:
+    """Of a quarter of the tokens and sessions each of three clients is sure, whatever others do."""
+    sessions, used = Sessions(40, max_sessions=8), dict[str, list[tuple[int, int]]]()
+    for now, (client, name, tokens) in enumerate(notes):
+        sessions.note(str(name), path(tokens, f"s1:{client}"), now)
+        sessions.check_integrity()
+        mine = [one for one in used.setdefault(client, []) if one[0] != name]
+        used[client] = [*mine, (name, tokens)]
+        for other, left in used.items():
+            newest = left[-2:]
+            if sum(count for _, count in newest) <= 10:
+                assert all(sessions.of(f"s1:{other}", str(one)) for one, _ in newest)

@@ -60,8 +60,13 @@ class AwaySessions:
         self._policy.own(session, [node.block_id for node in nodes])
 
     def gone(self, request: Serial) -> None:
-        """A request waits and runs no more, answered or not."""
+        """A request waits and runs no more, answered or not; nor is it queued again."""
         self._served.pop(request, None)
+
+    def lose_sight(self) -> None:
+        """The state of all sessions is of other weights from now on, what runs included."""
+        self.pauses.lose_sight()
+        self._served.clear()
 
     def upkeep(self) -> None:
         """Time has passed. Called in every pass."""

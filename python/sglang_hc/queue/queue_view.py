@@ -165,12 +165,14 @@ class QueueView:
         self._prefetcher.cancel(request)
         self._gone(request)
 
-    def finished(self, request: Serial, blocks: int) -> None:
-        """A request of so many blocks is over: S_kv's next sample."""
+    def finished(self, request: Serial, blocks: int, *, comes_back: bool = False) -> None:
+        """A request of so many blocks is over: S_kv's next sample. comes_back: or it is queued
+        again, and goes on with its session."""
         self.meetings.end(request)
         self.admission.left(request)
         self._prefetcher.finished(request, blocks)
-        self._gone(request)
+        if not comes_back:
+            self._gone(request)
 
     # -- inner parts -----------------------------------------------------------------------------
 

@@ -2,13 +2,15 @@
 fetched, demoted or forgotten without its tokens.
 
 Names belong to their namespace. As many tokens are known as the host tier holds, of MAX_SESSIONS
-sessions; those that were used longest ago are forgotten first. Belongs to the scheduler thread.
+sessions. Beyond that the client that has most forgets those that it used longest ago: nobody can
+push out the names of clients who have less. Belongs to the scheduler thread.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sglang_hc.policy.pins import MAX_SESSIONS
@@ -21,13 +23,23 @@ class _Known(NamedTuple):
     used: float
 
 
+@dataclass(slots=True)
+class _Client:
+    """names: of its sessions, the oldest first."""
+
+    names: dict[str, None] = field(default_factory=dict)
+    tokens: int = 0
+
+
 class Sessions:
-    """Paths by name and client, as `namespaces.client_namespace` names it."""
+    """Paths by name and client, as `namespaces.client_namespace` names it. A call costs O(1), and
+    O(clients) when a bound is reached."""
 
     def __init__(self, max_tokens: int, ttl: float = 0.0, max_sessions: int = MAX_SESSIONS) -> None:
         """ttl: seconds after which a session that nobody used is forgotten; 0 for never."""
         self._max_tokens, self._max_sessions, self._ttl = max_tokens, max_sessions, ttl
         self._known: OrderedDict[tuple[str | None, str], _Known] = OrderedDict()
+        self._clients: dict[str | None, _Client] = {}
         self._tokens = 0
 
     def __len__(self) -> int:
@@ -35,12 +47,17 @@ class Sessions:
 
     def note(self, name: str, prefix: Prefix, now: float) -> None:
         """A session has left this path, in place of what it left before."""
-        key = Namespace.of(prefix.namespace).client.pack(), name
-        self._pop(key)
-        self._known[key] = _Known(prefix, now)
+        client = Namespace.of(prefix.namespace).client.pack()
+        self._pop((client, name))
+        self._known[client, name] = _Known(prefix, now)
+        own = self._clients.setdefault(client, _Client())
+        own.names[name] = None
+        own.tokens += prefix.num_tokens
         self._tokens += prefix.num_tokens
-        while self._tokens > self._max_tokens or len(self._known) > self._max_sessions:
-            self._pop(next(iter(self._known)))
+        while self._tokens > self._max_tokens:
+            self._pop_oldest(max(self._clients, key=lambda one: self._clients[one].tokens))
+        while len(self._known) > self._max_sessions:
+            self._pop_oldest(max(self._clients, key=lambda one: len(self._clients[one].names)))
 
     def of(self, client: str | None, name: str) -> Prefix | None:
         """What a session left last; None for one that is not known."""
@@ -57,7 +74,26 @@ class Sessions:
         for key in [key for key in self._known if names(key[0])]:
             self._pop(key)
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the counts follow from the sessions and keep the bounds."""
+        assert self._tokens == sum(one.prefix.num_tokens for one in self._known.values())
+        assert self._tokens == sum(one.tokens for one in self._clients.values())
+        names = [(client, name) for client, own in self._clients.items() for name in own.names]
+        assert self._known.keys() == set(names) and len(names) == len(self._known)
+        assert all(own.names for own in self._clients.values())
+        assert self._tokens <= self._max_tokens and len(names) <= self._max_sessions
+
+    def _pop_oldest(self, client: str | None) -> None:
+        self._pop((client, next(iter(self._clients[client].names))))
+
     def _pop(self, key: tuple[str | None, str]) -> None:
         gone = self._known.pop(key, None)
-        if gone is not None:
-            self._tokens -= gone.prefix.num_tokens
+        if gone is None:
+            return
+        client, name = key
+        own = self._clients[client]
+        del own.names[name]
+        own.tokens -= gone.prefix.num_tokens
+        self._tokens -= gone.prefix.num_tokens
+        if not own.names:
+            del self._clients[client]

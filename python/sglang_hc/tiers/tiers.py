@@ -178,7 +178,7 @@ class Tiers:
         self.restorer.run_now()
         self._let_go()
         if self.away is not None:
-            self.away.pauses.lose_sight()
+            self.away.lose_sight()
         self.host.prefer(made)
         if self.ends is not None:
             self.ends.prefer(made)

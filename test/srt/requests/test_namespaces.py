@@ -14,7 +14,14 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hc.srt.binding import fields
 from sglang_hc.srt.engine.guard import SglangTree
-from sglang_hc.srt.requests.namespaces import ClientKey, client_key, complete, keeps_state, pack_key
+from sglang_hc.srt.requests.namespaces import (
+    ClientKey,
+    client_key,
+    complete,
+    keeps_state,
+    pack_key,
+    take_names,
+)
 from sglang_hc.tree.namespaces import Namespace, client_namespace
 
 
@@ -135,3 +142,22 @@ def test_a_packed_key_leaves_the_process_as_a_plain_string() -> None:
     assert type(key) is ClientKey
     sent = pickle.loads(pickle.dumps(key))
     assert type(sent) is str and sent == key
+
+
+@pytest.mark.parametrize(
+    ("sent", "body", "wanted"),
+    [
+        ({}, {"cache_salt": "acme", "extra_key": "2"}, ("acme", "2")),
+        ({}, {"extra_key": "2"}, (None, "2")),
+        ({"cache_salt": "acme"}, {"cache_salt": "acme"}, ("acme", None)),
+        ({"extra_key": client_key("acme", None)}, {"cache_salt": "acme"}, (None, "s4:acme")),
+        ({}, {"messages": []}, (None, None)),
+        ({"cache_salt": "of an engine"}, None, ("of an engine", None)),
+    ],
+)
+def test_a_salt_counts_on_routes_that_drop_it(
+    sent: dict[str, Any], body: Any, wanted: tuple[str | None, str | None]
+) -> None:
+    obj = GenerateReqInput(text="x", **sent)
+    take_names(obj, None if body is None else SimpleNamespace(_json=body))
+    assert (obj.cache_salt, obj.extra_key) == wanted

@@ -61,6 +61,7 @@ class Server:
             skip_radix_cache_insert=how == "outside",
             multimodal_inputs=object() if how == "image" else None,
             sampling_params=SimpleNamespace(custom_params=None),
+            finished=lambda: False,
         )
         self.count += 1
         if how != "unmatched":
@@ -91,16 +92,17 @@ class Server:
         if at < len(self.waiting_queue):
             self.waiting_queue.insert(0, self.waiting_queue.pop(at))
 
-    def finish(self, at: int) -> None:
+    def finish(self, at: int, *, is_over: bool = True) -> None:
         if at < len(self.running):
             req = self.running.pop(at)
+            req.finished = lambda: is_over
             self.waiting.finished(req, 1)
             req.kv.req_pool_idx = None
 
     def retract(self, at: int) -> None:
         if at < len(self.running):
             req = self.running[at]
-            self.finish(at)
+            self.finish(at, is_over=False)
             self.waiting.matched(req)
             if not req.skip_radix_cache_insert:
                 self.known.add(serial_of(req))

@@ -55,6 +55,11 @@ def salt_of(one: Any) -> Any:
     return getattr(one, "cache_salt", None)
 
 
+def name_client(sent: Any, salt: object, key: object) -> None:
+    """Whose a request on its way is, as its client wrote it."""
+    sent.cache_salt, sent.extra_key = salt, key
+
+
 def set_namespace(one: Any, name: str | None) -> None:
     """Of a request, here or on its way. name: its salt and all."""
     one.extra_key, one.cache_salt = name, None

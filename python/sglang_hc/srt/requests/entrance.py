@@ -34,7 +34,7 @@ from sglang_hc.srt.arguments.server_args import config_of
 from sglang_hc.srt.binding import arguments, fields
 from sglang_hc.srt.engine.guard import counters, tree_of
 from sglang_hc.srt.requests.agents import take_fields
-from sglang_hc.srt.requests.namespaces import ClientKey
+from sglang_hc.srt.requests.namespaces import ClientKey, take_names
 from sglang_hc.srt.requests.overflow import accept_cut
 from sglang_hc.tree.namespaces import MAX_KEY_BYTES, Namespace
 
@@ -111,6 +111,7 @@ def check_request(
     ValueError, raised where the reply is awaited, becomes HTTP status 400."""
     if config_of(arguments.of(self)) is not None:
         try:
+            take_names(obj, request)
             check_fields(obj)
             take_fields(obj, request)
         except ValueError as error:

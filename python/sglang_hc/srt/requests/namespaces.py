@@ -14,6 +14,8 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+from sglang.srt.managers.io_struct import GenerateReqInput
+
 from sglang_hc.srt.arguments.server_args import config_of
 from sglang_hc.srt.binding import arguments, fields
 from sglang_hc.srt.engine.guard import tree_of
@@ -43,6 +45,17 @@ def client_key(salt: object, key: object) -> ClientKey | None:
     """The namespace of what a client sent. Raises ValueError, which becomes HTTP status 400."""
     packed = client_namespace(salt, key)
     return None if packed is None else ClientKey(packed)
+
+
+def take_names(obj: Any, request: Any) -> None:
+    """A client names its salt and its key in the body of any route; those of Anthropic and Ollama
+    drop them on their way to SGLang's request. request: SGLang's HTTP request; None for an
+    engine."""
+    body = fields.body_of(request)
+    if not isinstance(obj, GenerateReqInput) or not isinstance(body, dict):
+        return
+    if fields.salt_of(obj) is None and fields.sent_namespace(obj) is None:
+        fields.name_client(obj, body.get("cache_salt"), body.get("extra_key"))
 
 
 def pack_key(self: Any, obj: Any, input_ids: list[int] | None) -> None:
