@@ -344,6 +344,35 @@ def test_a_whole_load_that_needs_more_than_its_sample_is_run_a_few_times(needed,
         assert row.ssd == pytest.approx(1.1 ** steps[0] * ssd)
 
 
+@pytest.mark.parametrize(
+    ("best", "says"),
+    [
+        (("kv", 9, 40, True), "cheapest: kv, 9.0 GB DRAM, 40.0 GB SSD"),
+        (("kv", 9, 0, True), "an SSD buys nothing: 9.0 GB of DRAM alone are cheapest"),
+        (("none", 0, 0, True), "no tiers are needed: the GPUs alone meet the target"),
+        (("none", 0, 0, False), "nothing meets the target: the GPUs are too slow for this load"),
+    ],
+)
+def test_what_to_buy_is_a_sentence_and_says_how_far_off_a_sample_was(best, says):
+    rows = [
+        dict(
+            zip(("form", "dram_gb", "ssd_gb", "meets"), row, strict=True),
+            p50=1.0, p90=2.0, p99=3.0, cost_per_million_tokens=4.0,
+            sample_error={"at_least": True, "dram": 0.32, "ssd": 0.1} if row == best else None,
+        )
+        for row in (best, ("hidden", 5, 50, False))
+    ]  # fmt: skip
+    answer = {
+        "rows": rows, "prices": {"currency": "EUR", "source": "ours"}, "says": buying._says(rows),
+        "searched_turns": 4000, "turns": 42_000,
+    }  # fmt: skip
+    assert answer["says"].startswith(says)
+    text = buying._describe(answer)
+    assert says in text and "searched with 4000 of 42000 turns" in text
+    assert "needed at least 32% less DRAM" in text and "too slow" in text
+    assert ("10% less SSD" in text) == (best[2] > 0)
+
+
 def test_nothing_to_buy_is_said(capsys, tmp_path):
     prices = tmp_path / "prices.json"
     given = {
