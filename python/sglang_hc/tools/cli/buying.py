@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from multiprocessing import get_context
+from operator import call
 from pathlib import Path
 from typing import Any
 
@@ -119,23 +122,24 @@ def _ways(args: argparse.Namespace, form: str) -> list[tuple[Way, Setup]]:
 def _search(setups: dict[Way, Setup], target: float) -> list[Row]:
     """A row without tiers, and one for each way. What takes longest comes first; ways with one
     layer plan are searched once."""
-    jobs: dict[tuple[LayerPlan, bool], tuple[str, Setup, float, bool]] = {}
+    jobs: dict[tuple[LayerPlan, bool], Callable[[], Row]] = {}
     for (form, with_ssd), setup in sorted(setups.items(), key=lambda way: not way[0][1]):
-        jobs.setdefault((setup.model.layout.plan, with_ssd), (form, setup, target, with_ssd))
+        job = partial(_found, form, setup, target, with_ssd)
+        jobs.setdefault((setup.model.layout.plan, with_ssd), job)
     nothing = replace(next(iter(setups.values())), dram=0.0, disk=0.0, policy="none")
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("fork")) as pool:
-        searched = {which: pool.submit(_found, job) for which, job in jobs.items()}
-        rows = [pool.submit(served, nothing, "none").result()]
-        for (form, with_ssd), setup in setups.items():
-            row = searched[setup.model.layout.plan, with_ssd].result()
-            rows.append(replace(row, form=form))
-    return rows
+        *rows, none = pool.map(call, [*jobs.values(), partial(served, nothing, "none")])
+    found = dict(zip(jobs, rows, strict=True))
+    named = [
+        replace(found[setup.model.layout.plan, with_ssd], form=form)
+        for (form, with_ssd), setup in setups.items()
+    ]
+    return [none, *named]
 
 
-def _found(job: tuple[str, Setup, float, bool]) -> Row:
+def _found(form: str, setup: Setup, target: float, with_ssd: bool) -> Row:
     """Of a long load a sample is searched: as in AttentionStore's experiment by parts, the last
     tier grows with the number of sessions."""
-    form, setup, target, with_ssd = job
     sample = _sample(setup)
     share = len(sample.workload.sessions) / len(setup.workload.sessions)
     is_enough = _IsEnough(sample, form, target)
