@@ -299,7 +299,7 @@ def tools() -> str:
 
 
 def pauses() -> str:
-    """Agents with tools. Cells: hit tokens, median and 90th percentile of TTFT."""
+    """Agents with tools. Cells: hit tokens, and in brackets restored ones."""
     runs, rows = load("pauses"), []
     for name, dram in dict.fromkeys((run["load"], run["dram"]) for run in runs):
         here = [run for run in runs if (run["load"], run["dram"]) == (name, dram)]
@@ -307,7 +307,8 @@ def pauses() -> str:
         pins = [percent(rate) for arm, rate in hits.items() if arm.startswith("pin")]
         gained = hits["learned"] - hits["queue"]
         closed = gained / (hits["belady"] - hits["queue"])
-        cells = [percent(hits[arm]) for arm in ("queue", "learned", "belady")]
+        cells = [hit_and_restored(find(here, arm=arm)) for arm in ("queue", "learned")]
+        cells += [percent(hits["belady"])]
         cells += [", ".join(pins) or "-", f"{100 * gained:+.1f}", f"{100 * closed:.0f} %"]
         rows.append([f"{name}, {dram:g} GB", *cells])
     head = ["load", "queue %", "learned %", "clairvoyant %", "pins of 3, 30, 300 s %"]

@@ -86,3 +86,21 @@ def test_a_table_that_nothing_checks_fails_the_check(
     assert "benchmark/README.md: nothing checks | speed | MB/s |" in capsys.readouterr().out
     page.write_text("<!-- table: own -->\n| speed | MB/s |\n|---|---|\n<!-- end -->\n")
     assert run(tmp_path, "--check") == 0
+
+
+def test_a_table_that_a_test_reads_does_not_speak_for_others_of_its_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree(tmp_path, "")
+    head, test = "| flag | default | meaning |", "test/test_flags_page.py"
+    page, reader = tmp_path / "docs" / "flags.md", tmp_path / test
+    page.parent.mkdir()
+    reader.parent.mkdir()
+    page.write_text(f"{head}\n|---|---|---|\n\n| speed | MB/s |\n|---|---|\n")
+    reader.write_text("PAGE = 'flags.md'\n")
+    assert run(tmp_path, "--check") == 1
+    said = capsys.readouterr().out
+    assert "nothing checks | speed | MB/s |" in said and head not in said
+    reader.write_text("PAGE = 'another.md'\n")
+    assert run(tmp_path, "--check") == 1
+    assert f"nothing checks {head}" in capsys.readouterr().out

@@ -17,6 +17,7 @@ from sglang_hc.tools.cli.main import main
 from sglang_hc.tools.price_file import sample_prices
 from sglang_hc.tools.simulator.buying import SMALLEST_BLOCKS
 from sglang_hc.tools.simulator.models import load_model
+from sglang_hc.tools.simulator.run import Setup
 from support.profiles import cost_model
 
 SAMPLES = Path(__file__).parents[3] / "benchmark" / "simulator" / "samples"
@@ -243,6 +244,25 @@ def test_what_to_buy_is_small_enough_and_confirmed(capsys, tmp_path):
     assert answer["says"] in page and "data:image/png;base64" in page
 
 
+def test_auto_is_what_a_server_with_these_tiers_chooses(capsys):
+    """Beside a fast disk it keeps all layers, without it computes some again; forms with one plan
+    have one row's numbers."""
+    load = [*SMALL, "--sessions", "3", "--gpu", "H100", "--disk-gbps", "50"]
+    assert main(["capacity", *load, "--forms", "auto,hidden", "--ttft-p90", "9", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    ways = {(row.pop("form"), row["ssd_gb"] > 0): row for row in rows}
+    plans = {way: row["layer_plan"] for way, row in ways.items()}
+    assert plans["auto", False] == "recompute:3,hidden:37"
+    assert plans["auto", True] == plans["hidden", True] == plans["hidden", False] == "hidden:40"
+    assert ways["auto", True] == ways["hidden", True] != ways["hidden", False]
+    for (form, _), row in ways.items():
+        sizes = ["--dram-gb", str(row["dram_gb"]), "--disk-gb", str(row["ssd_gb"])]
+        kept = ["--policy", "none"] if form == "none" else ["--forms", form]
+        assert main(["simulate", *load, *kept, *sizes, "--json"]) == 0
+        data = json.loads(capsys.readouterr().out)
+        assert (data["ttft_p90"], data["restored_share"]) == (row["p90"], row["restored_share"])
+
+
 @pytest.mark.slow
 def test_sizes_for_the_mooncake_sample_are_within_a_tenth_of_the_smallest(capsys):
     """Whatever is smaller by more than that misses the target, in DRAM or on the SSD, down to the
@@ -300,15 +320,19 @@ def test_a_whole_load_that_needs_more_than_its_sample_is_run_a_few_times(needed,
     """needed: times the sample's sizes; 5 is more than all of its state."""
     runs = []
 
-    def whole(job):
-        runs.append(job)
-        _, _, (dram, disk) = job
-        enough = dram + disk >= needed * (10 + ssd)
-        return SimpleNamespace(dram=dram, ssd=disk, p90=1 if enough else 3)
+    def served(setup, form):
+        runs.append(setup)
+        meets = setup.dram + setup.disk >= needed * (10 + ssd)
+        return SimpleNamespace(dram=setup.dram, ssd=setup.disk, p90=1 if meets else 3)
 
-    monkeypatch.setattr(buying, "_whole", whole)
+    def enough(setup, form, target):
+        row = served(setup, form)
+        return row if row.p90 <= target else None
+
+    monkeypatch.setattr(buying, "served", served)
+    monkeypatch.setattr(buying, "enough", enough)
     monkeypatch.setattr(buying, "state_bytes", lambda setup: 3 * (10 + ssd))
-    row = buying._grown(None, "kv", (10.0, ssd), 2)
+    row = buying._grown(Setup(None, None, 0, 0), "kv", (10.0, ssd), 2)
     assert len(runs) <= 5
     if needed > 3:
         assert row.p90 > 2 and len(runs) == 2
@@ -318,6 +342,35 @@ def test_a_whole_load_that_needs_more_than_its_sample_is_run_a_few_times(needed,
     if steps:
         assert row.dram == pytest.approx(1.1 ** steps[0] * 10)
         assert row.ssd == pytest.approx(1.1 ** steps[0] * ssd)
+
+
+@pytest.mark.parametrize(
+    ("best", "says"),
+    [
+        (("kv", 9, 40, True), "cheapest: kv, 9.0 GB DRAM, 40.0 GB SSD"),
+        (("kv", 9, 0, True), "an SSD buys nothing: 9.0 GB of DRAM alone are cheapest"),
+        (("none", 0, 0, True), "no tiers are needed: the GPUs alone meet the target"),
+        (("none", 0, 0, False), "nothing meets the target: the GPUs are too slow for this load"),
+    ],
+)
+def test_what_to_buy_is_a_sentence_and_says_how_far_off_a_sample_was(best, says):
+    rows = [
+        dict(
+            zip(("form", "dram_gb", "ssd_gb", "meets"), row, strict=True),
+            p50=1.0, p90=2.0, p99=3.0, cost_per_million_tokens=4.0,
+            sample_error={"at_least": True, "dram": 0.32, "ssd": 0.1} if row == best else None,
+        )
+        for row in (best, ("hidden", 5, 50, False))
+    ]  # fmt: skip
+    answer = {
+        "rows": rows, "prices": {"currency": "EUR", "source": "ours"}, "says": buying._says(rows),
+        "searched_turns": 4000, "turns": 42_000,
+    }  # fmt: skip
+    assert answer["says"].startswith(says)
+    text = buying._describe(answer)
+    assert says in text and "searched with 4000 of 42000 turns" in text
+    assert "needed at least 32% less DRAM" in text and "too slow" in text
+    assert ("10% less SSD" in text) == (best[2] > 0)
 
 
 def test_nothing_to_buy_is_said(capsys, tmp_path):
@@ -339,6 +392,30 @@ def test_nothing_to_buy_is_said(capsys, tmp_path):
     assert re.search(r"--price-file: .*gpu_hour", capsys.readouterr().err)
     assert main(["capacity", *BUY, "--price-file", str(prices)]) == 2
     assert "--price-file: costs are ranked with --ttft-p90" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--ttft-p90", "soon"], "--ttft-p90 'soon': give a number"),
+        (["--ttft-p90", "0"], "--ttft-p90 '0': give a number"),
+        (["--ttft-p90", "1", "--report", "/nowhere/x.html"], "--report /nowhere/x.html: give a"),
+        (["--ttft-p90", "1", "--report", "/"], "--report /: give a file"),
+        (["--ttft-p90", "1", "--plot", "x.png"], "--plot: shows hits, for --target"),
+        (["--ttft-p90", "1", "--forms", "kv,less"], "--forms"),
+        (["--ttft-p90", "1", "--gpu", "A1"], "--gpu: unknown GPU 'A1'"),
+        (["--ttft-p90", "1", "--price-file", "/nowhere"], "--price-file: /nowhere: cannot be read"),
+        (["--forms", "kv,hidden"], "--forms"),
+        (["--report", "x.html"], "--report: costs are ranked with --ttft-p90"),
+    ],
+)
+def test_a_mistake_in_what_to_buy_is_one_line_before_anything_is_simulated(
+    capsys, monkeypatch, words, says
+):
+    monkeypatch.setattr(buying, "_search", lambda *given: pytest.fail("searched"))
+    assert main(["capacity", *SMALL, *words]) == 2
+    error = capsys.readouterr().err.strip()
+    assert says in error and "\n" not in error
 
 
 def test_the_papers_prices_and_times_save_what_the_paper_saves():

@@ -260,6 +260,9 @@ def test_records_that_say_too_little_are_refused(
     assert "this release reads versions 2 and 3" in refused(words)
     path.write_text("[1]\n")
     assert "old:1" in refused(words)
+    for other in ("", '{"timestamp": 0, "input_length": 9, "output_length": 5, "hash_ids": [1]}\n'):
+        path.write_text(other)
+        assert "not what a server's --hc-trace writes" in refused(words)
     assert "no such file" in refused(["calibrate", "--record", "/nowhere", "--profile", words[-1]])
     assert "--tolerance" in refused([*words, "--tolerance", "-1"])
 

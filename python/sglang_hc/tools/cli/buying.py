@@ -5,17 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from multiprocessing import get_context
+from operator import call
 from pathlib import Path
 from typing import Any
 
+from sglang_hc.forms import LayerPlan
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.tools.cli.load import read_setup
 from sglang_hc.tools.cli.main import UsageError, blaming, number
 from sglang_hc.tools.price_file import read_prices, sample_prices
-from sglang_hc.tools.simulator.buying import LESS, Row, smallest
-from sglang_hc.tools.simulator.run import Setup, simulate, state_bytes
+from sglang_hc.tools.simulator.buying import LESS, Row, enough, served, smallest
+from sglang_hc.tools.simulator.costs import with_auto_plan
+from sglang_hc.tools.simulator.run import Setup, state_bytes
 
 WORKERS = 2
 
@@ -28,6 +34,9 @@ that the first row is made smaller then. Smaller tiers may cost more: the GPUs w
 
 Sizes = tuple[float, float]
 """Bytes of DRAM and of SSD."""
+
+Way = tuple[str, bool]
+"""A form, and whether there is an SSD."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -48,16 +57,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Search, rank, print. Exit status 1 if nothing meets the target."""
     target = number("--ttft-p90", args.ttft_p90, low=1e-6)
+    if args.plot is not None:
+        raise UsageError("--plot: shows hits, for --target; give --report with --ttft-p90")
+    if args.report is not None and (args.report.is_dir() or not args.report.parent.is_dir()):
+        raise UsageError(f"--report {args.report}: give a file in a folder that exists")
     prices = sample_prices()
     if args.price_file is not None:
         with blaming("--price-file"):
             prices = read_prices(args.price_file)
     forms = [args.forms] if ":" in args.forms else args.forms.split(",")
-    setups = {}
-    for form in forms:
-        setups[form] = read_setup(
-            argparse.Namespace(**{**vars(args), "forms": form}), 0, 1, args.policy
-        )
+    setups = {way: setup for form in forms for way, setup in _ways(args, form)}
     base = next(iter(setups.values()))
 
     def cost(row: Row) -> float:
@@ -71,9 +80,11 @@ def run(args: argparse.Namespace) -> int:
     errors: dict[Row, dict[str, Any]] = {}
     if base.workload.num_turns > SAMPLE_TURNS:
         while rows[0].p90 <= target and rows[0].form != "none" and rows[0] not in errors:
-            row, error = _checked(setups[rows[0].form], rows[0], target)
-            errors[row] = error
-            rows = sorted([row, *rows[1:]], key=rank)
+            first = rows[0]
+            row, error = _checked(setups[first.form, first.ssd > 0], first, target)
+            rows = [replace(row, form=r.form) if _is_same(r, first) else r for r in rows]
+            errors |= {r: error for r in rows if _is_same(r, row)}
+            rows.sort(key=rank)
     found = [_shown(row, cost(row), row.p90 <= target, errors.get(row)) for row in rows]
     answer = {
         "target_ttft_p90": target,
@@ -94,30 +105,48 @@ def run(args: argparse.Namespace) -> int:
     return 0 if any(row["meets"] for row in found) else 1
 
 
-def _search(setups: dict[str, Setup], target: float) -> list[Row]:
-    """A row without tiers, and for each form one without SSD and one with."""
-    base = next(iter(setups.values()))
-    rows = [Row.of(simulate(replace(base, dram=0.0, disk=0.0, policy="none")), "none")]
-    jobs = [
-        (form, setup, target, with_ssd)
-        for form, setup in setups.items()
-        for with_ssd in (True, False)
-    ]
+def _is_same(row: Row, other: Row) -> bool:
+    """Whether they differ in no more than the name of the form."""
+    return replace(row, form=other.form) == other
+
+
+def _ways(args: argparse.Namespace, form: str) -> list[tuple[Way, Setup]]:
+    """A form with an SSD and without. Raises UsageError."""
+    setup = read_setup(argparse.Namespace(**{**vars(args), "forms": form}), 0, 1, args.policy)
+    alone = setup.model
+    if form == "auto":  # as a server without SSD chooses
+        alone = with_auto_plan(alone, setup.machine, (SourceTier.HOST,))
+    return [((form, True), setup), ((form, False), replace(setup, model=alone))]
+
+
+def _search(setups: dict[Way, Setup], target: float) -> list[Row]:
+    """A row without tiers, and one for each way. What takes longest comes first; ways with one
+    layer plan are searched once."""
+    jobs: dict[tuple[LayerPlan, bool], Callable[[], Row]] = {}
+    for (form, with_ssd), setup in sorted(setups.items(), key=lambda way: not way[0][1]):
+        job = partial(_found, form, setup, target, with_ssd)
+        jobs.setdefault((setup.model.layout.plan, with_ssd), job)
+    nothing = replace(next(iter(setups.values())), dram=0.0, disk=0.0, policy="none")
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("fork")) as pool:
-        return rows + list(pool.map(_found, jobs))
+        *rows, none = pool.map(call, [*jobs.values(), partial(served, nothing, "none")])
+    found = dict(zip(jobs, rows, strict=True))
+    named = [
+        replace(found[setup.model.layout.plan, with_ssd], form=form)
+        for (form, with_ssd), setup in setups.items()
+    ]
+    return [none, *named]
 
 
-def _found(job: tuple[str, Setup, float, bool]) -> Row:
+def _found(form: str, setup: Setup, target: float, with_ssd: bool) -> Row:
     """Of a long load a sample is searched: as in AttentionStore's experiment by parts, the last
     tier grows with the number of sessions."""
-    form, setup, target, with_ssd = job
     sample = _sample(setup)
     share = len(sample.workload.sessions) / len(setup.workload.sessions)
-    measured = _Measured(sample, form)
+    is_enough = _IsEnough(sample, form, target)
     slot = setup.model.slot_bytes
-    dram, ssd = smallest(measured, target, state_bytes(sample), slot, with_ssd=with_ssd)
+    dram, ssd = smallest(is_enough, state_bytes(sample), slot, with_ssd=with_ssd)
     if share == 1:
-        return measured(dram, ssd)
+        return is_enough.row(dram, ssd)
     return _grown(setup, form, (dram, ssd / share) if ssd else (dram / share, 0.0), target)
 
 
@@ -144,29 +173,31 @@ def _grown(setup: Setup, form: str, sizes: Sizes, target: float) -> Row:
     dram, ssd = sizes
     everything = state_bytes(setup)
 
-    def larger(step: int) -> Row:
-        return _whole((setup, form, (LESS**step * dram, LESS**step * ssd)))
+    def larger(step: int) -> Row | None:
+        return _enough((setup, form, (LESS**step * dram, LESS**step * ssd), target))
 
     row = larger(0)
-    if row.p90 <= target or dram + ssd >= everything:
+    if row is not None:
         return row
+    if dram + ssd >= everything:
+        return served(replace(setup, dram=dram, disk=ssd), form)
     most = (LESS**STEPS * dram, everything) if ssd else (everything, 0.0)
-    best = _whole((setup, form, most))
+    best = served(replace(setup, dram=most[0], disk=most[1]), form)
     low, high = 1, STEPS + 1 if best.p90 <= target else 1
     while low < high:
         middle = (low + high) // 2
         row = larger(middle)
-        if row.p90 <= target:
+        if row is not None:
             best, high = row, middle
         else:
             low = middle + 1
     return best
 
 
-def _whole(job: tuple[Setup, str, Sizes]) -> Row:
-    """All of a load with tiers of these sizes."""
-    setup, form, (dram, ssd) = job
-    return Row.of(simulate(replace(setup, dram=dram, disk=ssd)), form)
+def _enough(job: tuple[Setup, str, Sizes, float]) -> Row | None:
+    """The load with tiers of these sizes, if they meet the target."""
+    setup, form, (dram, ssd), target = job
+    return enough(replace(setup, dram=dram, disk=ssd), form, target)
 
 
 def _checked(setup: Setup, row: Row, target: float) -> tuple[Row, dict[str, Any]]:
@@ -176,11 +207,11 @@ def _checked(setup: Setup, row: Row, target: float) -> tuple[Row, dict[str, Any]
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("fork")) as pool:
         while steps < STEPS:
             sizes = [(row.dram / LESS, row.ssd)] + [(row.dram, row.ssd / LESS)] * bool(row.ssd)
-            smaller = pool.map(_whole, [(setup, row.form, one) for one in sizes])
-            enough = [one for one in smaller if one.p90 <= target]
-            if not enough:
+            smaller = pool.map(_enough, [(setup, row.form, one, target) for one in sizes])
+            found = next(filter(None, smaller), None)
+            if found is None:
                 break
-            row, steps = enough[0], steps + 1
+            row, steps = found, steps + 1
     return row, {
         "at_least": steps == STEPS,
         "dram": 1 - row.dram / first.dram,
@@ -188,20 +219,25 @@ def _checked(setup: Setup, row: Row, target: float) -> tuple[Row, dict[str, Any]
     }
 
 
-class _Measured:
-    """Simulates each size once."""
+class _IsEnough:
+    """Whether sizes meet the target; simulates each once."""
 
-    def __init__(self, setup: Setup, form: str) -> None:
-        self._setup, self._form = setup, form
-        self._known: dict[tuple[int, int], Row] = {}
+    def __init__(self, setup: Setup, form: str, target: float) -> None:
+        self._setup, self._form, self._target = setup, form, target
+        self._known: dict[tuple[int, int], Row | None] = {}
 
-    def __call__(self, dram: float, ssd: float) -> Row:
+    def __call__(self, dram: float, ssd: float) -> bool:
         key = int(dram), int(ssd)
         if key not in self._known:
             if sys.stderr.isatty():
                 print(f"{self._form}: {dram / 1e9:.1f} + {ssd / 1e9:.1f} GB", file=sys.stderr)
-            self._known[key] = _whole((self._setup, self._form, (dram, ssd)))
-        return self._known[key]
+            self._known[key] = _enough((self._setup, self._form, (dram, ssd), self._target))
+        return self._known[key] is not None
+
+    def row(self, dram: float, ssd: float) -> Row:
+        """The numbers of sizes, enough or not."""
+        known = self._known.get((int(dram), int(ssd)))
+        return known or served(replace(self._setup, dram=dram, disk=ssd), self._form)
 
 
 def _shown(row: Row, cost: float, meets: bool, error: dict[str, Any] | None) -> dict[str, Any]:

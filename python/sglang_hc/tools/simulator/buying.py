@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sglang_hc.tools.simulator.capacity import smallest_reaching
-from sglang_hc.tools.simulator.measures import spread
-from sglang_hc.tools.simulator.run import Result
+from sglang_hc.tools.simulator.measures import above, spread
+from sglang_hc.tools.simulator.run import Result, Setup, simulate
 
 STEP = 1.08
 """Between two sizes among which is searched."""
@@ -55,8 +55,36 @@ class Row:
         )
 
 
-Measure = Callable[[float, float], Row]
-"""Simulates with so many bytes of DRAM and of SSD."""
+class _MissedError(Exception):
+    """The target is missed, whatever comes."""
+
+
+def served(setup: Setup, form: str) -> Row:
+    """The load with the tiers of `setup`."""
+    return Row.of(simulate(setup), form)
+
+
+def enough(setup: Setup, form: str, target: float) -> Row | None:
+    """The same if p90 is at most `target` seconds. None as soon as it cannot be any more, which is
+    long before the end where the load is too much."""
+    load = setup.workload
+    counted = load.num_turns - load.warmup_turns
+    left = above("p90", counted) if counted > 0 else 0
+
+    def first(ttft: float) -> None:
+        nonlocal left
+        left -= ttft > target
+        if left < 0:
+            raise _MissedError
+
+    try:
+        return Row.of(simulate(setup, on_first=first), form)
+    except _MissedError:
+        return None
+
+
+IsEnough = Callable[[float, float], bool]
+"""Whether so many bytes of DRAM and of SSD meet the target."""
 
 
 def sizes(low: float, high: float) -> list[float]:
@@ -68,35 +96,32 @@ def sizes(low: float, high: float) -> list[float]:
 
 
 def smallest(
-    measure: Measure, target: float, everything: float, block: float, *, with_ssd: bool
+    is_enough: IsEnough, everything: float, block: float, *, with_ssd: bool
 ) -> tuple[float, float]:
-    """(DRAM, SSD) in bytes of the smallest tiers whose p90 is at most `target` seconds. With a
-    tenth less of either the target is missed. with_ssd: False for DRAM alone.
+    """(DRAM, SSD) in bytes of the smallest tiers that are enough. With a tenth less of either they
+    are not. with_ssd: False for DRAM alone.
 
     Halving finds where the target is reached if a larger tier is never worse; it may be, where the
     disk is read instead of computing. So what was found is made smaller step by step as long as
-    that is enough, DRAM first, which is dearer by far. Without any size that reaches the target the
-    largest are returned. everything: bytes of all state. block: of one.
+    that is enough, DRAM first, which is dearer by far. Where no size is enough the largest are
+    returned. everything: bytes of all state. block: of one.
     """
     low = SMALLEST_BLOCKS * block
     everything = max(everything, low)
 
-    def p90(dram: float, ssd: float) -> float:
-        return measure(dram, ssd).p90
+    def beside(ssd: float) -> Callable[[float], bool]:
+        return lambda dram: is_enough(dram, ssd)
 
-    def beside(ssd: float) -> Callable[[float], float]:
-        return lambda dram: p90(dram, ssd)
+    def below(dram: float) -> Callable[[float], bool]:
+        return lambda ssd: is_enough(dram, ssd)
 
-    def below(dram: float) -> Callable[[float], float]:
-        return lambda ssd: p90(dram, ssd)
-
-    def search(found: Callable[[float], float]) -> float:
-        """The smallest size that is found in time, by halving, then by steps."""
-        best = smallest_reaching(-target, sizes(low, everything), lambda size: -found(size))
+    def search(found: Callable[[float], bool]) -> float:
+        """The smallest size that is enough, by halving, then by steps."""
+        best = smallest_reaching(1.0, sizes(low, everything), lambda size: float(found(size)))
         return everything if best is None else shrunk(best.num_bytes, found)
 
-    def shrunk(size: float, found: Callable[[float], float]) -> float:
-        while size / LESS >= low and found(size / LESS) <= target:
+    def shrunk(size: float, found: Callable[[float], bool]) -> float:
+        while size / LESS >= low and found(size / LESS):
             size /= LESS
         return size
 
@@ -105,7 +130,7 @@ def smallest(
     dram = search(beside(everything))
     ssd = search(below(dram))
     before = math.inf
-    while dram + ssd < before and p90(dram, ssd) <= target:
+    while dram + ssd < before and is_enough(dram, ssd):
         before = dram + ssd
         dram = shrunk(dram, beside(ssd))
         ssd = shrunk(ssd, below(dram))

@@ -79,7 +79,8 @@ class Serving:
 class Engine:
     """One server working through a workload.
 
-    `on_served` is called with the number of turns admitted so far.
+    `on_served` is called with the number of turns admitted so far, `on_first` with the TTFT of each
+    turn that is counted.
     """
 
     workload: Workload
@@ -87,6 +88,7 @@ class Engine:
     costs: GpuCosts
     serving: Serving = field(default_factory=Serving)
     on_served: Callable[[int], None] | None = None
+    on_first: Callable[[float], None] | None = None
     events: list[Event] = field(default_factory=list)
     measures: Measures = field(default_factory=Measures)
 
@@ -359,6 +361,8 @@ class Engine:
             self.events.append(Event(time, "first", prompt.job.session))
             if prompt.counts:
                 self.measures.answered(prompt, time)
+                if self.on_first is not None:
+                    self.on_first(time - prompt.job.arrived)
         self._untold.clear()
 
     def _look_ahead(self) -> None:

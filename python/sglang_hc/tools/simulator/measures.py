@@ -100,11 +100,15 @@ class Measures:
 
 def spread(name: str, seconds: Sequence[float]) -> dict[str, float]:
     """Mean and quantiles of some seconds; a quantile is one of them. 0 for none."""
-    ordered = sorted(seconds)
-    last = len(ordered) - 1
-    mean = sum(ordered) / len(ordered) if ordered else 0.0
+    ordered, count = sorted(seconds), len(seconds)
+    mean = sum(ordered) / count if ordered else 0.0
     quantiles = {
-        f"{name}_{which}": ordered[min(last, int(part * len(ordered)))] if ordered else 0.0
-        for which, part in QUANTILES.items()
+        f"{name}_{which}": ordered[-1 - above(which, count)] if ordered else 0.0
+        for which in QUANTILES
     }
     return {f"{name}_mean": mean, **quantiles}
+
+
+def above(which: str, count: int) -> int:
+    """How many of `count` values, at least one, lie behind this quantile of them."""
+    return count - 1 - min(count - 1, int(QUANTILES[which] * count))

@@ -55,7 +55,7 @@ def _plots(answer: dict[str, Any]) -> str:
 
     rows, target = answer["rows"], answer["target_ttft_p90"]
     figure, (left, right) = subplots(2)
-    names = [f"{row['form']}\n{row['dram_gb']:.0f} + {row['ssd_gb']:.0f} GB" for row in rows]
+    names = [f"{row['form']}\n{row['dram_gb']:.3g} + {row['ssd_gb']:.3g} GB" for row in rows]
     for which in ("p50", "p90", "p99"):
         left.plot(names, [row[which] for row in rows], marker="o", label=which)
     left.axhline(target, linestyle="--", color="gray", label="target of p90")

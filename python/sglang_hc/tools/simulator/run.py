@@ -24,6 +24,7 @@ SIMULATED_POLICIES = (*POLICIES, LEARNED, "fifo", "belady", "none")
 AT_TURN = "at-turn"
 
 Progress = Callable[[int], None]
+OnFirst = Callable[[float], None]
 
 
 @dataclass(frozen=True)
@@ -115,10 +116,13 @@ def state_bytes(setup: Setup) -> float:
     return float((tokens // BLOCK_TOKENS + len(sessions)) * model.slot_bytes)
 
 
-def simulate(setup: Setup, progress: Progress | None = None) -> Result:
+def simulate(
+    setup: Setup, progress: Progress | None = None, on_first: OnFirst | None = None
+) -> Result:
     """Run it. The clairvoyant policy takes two passes over the same record of events.
 
-    `progress` is called with the number of turns served in the pass under way.
+    `progress` is called with the number of turns served in the pass under way; `on_first` with the
+    TTFT of each turn that is counted, except by the clairvoyant policy. What they raise ends it.
     """
     start = time.perf_counter()
     collecting = gc.isenabled()
@@ -127,7 +131,7 @@ def simulate(setup: Setup, progress: Progress | None = None) -> Result:
         if setup.policy == "belady":
             measures, cache, events = _clairvoyant(setup, progress)
         else:
-            measures, cache, events = _live(setup, setup.policy, progress)
+            measures, cache, events = _live(setup, setup.policy, progress, on_first)
     finally:
         if collecting:
             gc.enable()
@@ -143,7 +147,7 @@ def simulate(setup: Setup, progress: Progress | None = None) -> Result:
 
 
 def _live(
-    setup: Setup, policy: str, progress: Progress | None
+    setup: Setup, policy: str, progress: Progress | None, on_first: OnFirst | None = None
 ) -> tuple[Measures, TieredCache, list[Event]]:
     costs = GpuCosts(setup.model, setup.machine)
     cache = TieredCache(
@@ -161,6 +165,7 @@ def _live(
         costs,
         setup.serving,
         progress,
+        on_first,
     )
     return engine.run(), cache, engine.events
 

@@ -125,10 +125,9 @@ def _header(path: Path) -> dict[str, Any]:
     """The first line. Raises TraceError for what is no trace of a version that is read here."""
     with path.open("rb") as file:  # what follows may be no text
         header = json_object(file.readline().decode(errors="replace") or "{}", f"{path}:1")
-    if header.get("trace") != "sglang-hc" or header.get("version") not in (
-        WITHOUT_TIMES,
-        TRACE_VERSION,
-    ):
+    if header.get("trace") != "sglang-hc":
+        raise TraceError(f"{path}: not what a server's --hc-trace writes")
+    if header.get("version") not in (WITHOUT_TIMES, TRACE_VERSION):
         raise TraceError(
             f"{path}: version {str(header.get('version'))[:20]}; this release reads versions "
             f"{WITHOUT_TIMES} and {TRACE_VERSION} of --hc-trace"
