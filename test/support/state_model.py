@@ -128,7 +128,7 @@ def publish(folder: Path) -> None:
     text = config.read_text().replace("linear_attention", "mamba")
     config.write_text(text.replace("full_attention", "attention"))
     for name, model in PUBLISHED.items():
-        shutil.copytree(folder / model, folder / name)
+        shutil.copytree(folder / model, folder / name, dirs_exist_ok=True)
         own = json.loads((folder / name / "config.json").read_text())
         own["rope_parameters"] |= dict(mrope_section=[4, 2, 2], mrope_interleaved=True)
         outer = dict(

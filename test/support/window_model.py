@@ -83,7 +83,7 @@ def publish(folder: Path) -> None:
     """Write PUBLISHED, with the weights of Gemma 4 in `folder`."""
     from safetensors.torch import load_file, save_file
 
-    shutil.copytree(folder / "gemma4", folder / PUBLISHED)
+    shutil.copytree(folder / "gemma4", folder / PUBLISHED, dirs_exist_ok=True)
     own = json.loads((folder / PUBLISHED / "config.json").read_text())
     outer = dict(
         architectures=["Gemma4ForConditionalGeneration"], model_type="gemma4", dtype="float32",
