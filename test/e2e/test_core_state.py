@@ -126,10 +126,18 @@ def test_a_wrong_state_is_noticed(folder: Path, once: Once, name: str) -> None:
 
 
 @slow
-@pytest.mark.parametrize("flags", [(), CHUNKS, PAGES, (*CHUNKS, PLAIN)])
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        *(("qwen3-next", flags) for flags in ((), CHUNKS, PAGES, (*CHUNKS, PLAIN))),
+        ("granite-4", CHUNKS),
+        ("kimi-linear", CHUNKS),
+    ],
+)
 def test_a_returning_turn_computes_less_than_a_block_again(
-    model: str, once: Once, flags: tuple[str, ...]
+    folder: Path, once: Once, name: str, flags: tuple[str, ...]
 ) -> None:
+    model = str(folder / name)
     wanted = once(state_talks.talk, model, 10, False, *flags, *ALONE)
     found = run_in_child(state_talks.talk, model, 10, True, *flags)
     assert [turn.reply for turn in found] == [turn.reply for turn in wanted]

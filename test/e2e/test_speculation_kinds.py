@@ -28,7 +28,8 @@ from support.core import Once, run_in_child
 from support.prompts import on_disk
 from support.speculation import CHAIN, NGRAM, ROWS
 from support.speculative_kinds import DEEPSEEK, QWEN, ROOMY, Kept, with_a_layer
-from support.speculative_talks import draft_model
+from support.speculative_talks import SHAPES, draft_model
+from support.starts import refusal
 
 PAGES = "--page-size", "64", "--swa-full-tokens-ratio", "1"
 """With as many rows of windows as of full attention: an end takes a page more of them where
@@ -179,6 +180,13 @@ def test_a_draft_model_without_its_rows_is_noticed(
     planted = partial(kinds.speculating, plant=kinds.without_draft_rows)
     found = run_in_child(planted, *common, True, False, *flags)
     assert found.tokens == kept.tokens and found.proposed != kept.proposed
+
+
+def test_a_draft_model_with_windows_of_its_own_is_refused(windows: Path) -> None:
+    model = str(windows / "gpt-oss-96")
+    flags = "--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", model
+    why = refusal(kinds.with_windows, model, *flags, *SHAPES["chain"])
+    assert "--speculative-draft-model-path" in why and "use another one" in why
 
 
 # -- a sparse-attention index ---------------------------------------------------------------------

@@ -164,7 +164,7 @@ def test_in_a_pipeline_it_is_refused(name: str) -> None:
 def test_of_speculative_algorithms_those_of_the_page_are_served(algorithm: str) -> None:
     assert algorithm in REFUSED
     said = refusal(speculative_algorithm=algorithm)
-    why = "Gemma 4, were not tested" if algorithm == "FROZEN_KV_MTP" else "is not restored"
+    why = "a draft model of Gemma 4" if algorithm == "FROZEN_KV_MTP" else "is not restored"
     assert f"--speculative-algorithm {algorithm}" in said and why in said
     served = PAGE.partition("- `--speculative-algorithm` ")[2].partition(", in chains")[0]
     assert set(re.findall(r"[A-Z0-9]+", served)) == set(SPECULATION)

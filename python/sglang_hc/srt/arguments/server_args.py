@@ -311,8 +311,11 @@ def refuse_modes(args: Any, config: HcConfig) -> None:
 def _refuse_algorithm(algorithm: str | None) -> None:
     wrong = algorithm is not None and algorithm.upper() not in SPECULATION
     why = "its draft model keeps state that is not restored"
-    if algorithm == "FROZEN_KV_MTP":  # SGLang's choice for EAGLE with a draft model of Gemma 4
-        why = "draft models that read the model's own K and V, as those of Gemma 4, were not tested"
+    if algorithm == "FROZEN_KV_MTP":
+        why = (
+            "SGLang chooses it for NEXTN and EAGLE with a draft model of Gemma 4, which reads the "
+            "model's own K and V, and that was not tested"
+        )
     _refuse(wrong, f"--speculative-algorithm {algorithm}", why)
 
 
