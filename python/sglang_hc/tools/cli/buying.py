@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -29,8 +30,8 @@ SAMPLE_TURNS = 4000
 """Of a load with more turns so many are searched, the first ones."""
 
 STEPS = 4
-"""Times that what was found in a sample is made larger, by a tenth, until it is right for all; and
-that the first row is made smaller then. Smaller tiers may cost more: the GPUs work longer."""
+"""Times that the first row is made smaller by a tenth, when it is right for all of a load. Smaller
+tiers may cost more: the GPUs work longer."""
 
 Sizes = tuple[float, float]
 """Bytes of DRAM and of SSD."""
@@ -167,30 +168,31 @@ def _sample(setup: Setup) -> Setup:
 
 
 def _grown(setup: Setup, form: str, sizes: Sizes, target: float) -> Row:
-    """The whole load with these sizes, with the smallest of somewhat larger ones that it needs, or
-    with room for all of its state. Where all of that is not enough nothing between is tried: a run
-    of a whole load is what takes the time."""
+    """The whole load with these sizes, or with the smallest that it needs of those that are LESS **
+    STEPS times the ones before, up to room for all of its state. Where that is not enough nothing
+    between is tried: a run of a whole load is what takes the time."""
     dram, ssd = sizes
-    everything = state_bytes(setup)
+    times = LESS**STEPS
+    last = max(0, math.ceil(math.log(state_bytes(setup) / (ssd or dram), times)))
 
-    def larger(step: int) -> Row | None:
-        return _enough((setup, form, (LESS**step * dram, LESS**step * ssd), target))
+    def larger(step: int) -> Setup:
+        return replace(setup, dram=times**step * dram, disk=times**step * ssd)
 
-    row = larger(0)
+    row = enough(larger(0), form, target) if last else None
     if row is not None:
         return row
-    if dram + ssd >= everything:
-        return served(replace(setup, dram=dram, disk=ssd), form)
-    most = (LESS**STEPS * dram, everything) if ssd else (everything, 0.0)
-    best = served(replace(setup, dram=most[0], disk=most[1]), form)
-    low, high = 1, STEPS + 1 if best.p90 <= target else 1
-    while low < high:
-        middle = (low + high) // 2
-        row = larger(middle)
-        if row is not None:
-            best, high = row, middle
+    most = served(larger(last), form)
+    if most.p90 > target:
+        return most
+    low, high, best = 0, last, most
+    step = 1  # the sample is nearly right, most of the time
+    while high - low > 1:
+        step = step if step < high else (low + high) // 2
+        row = enough(larger(step), form, target)
+        if row is None:
+            low, step = step, 2 * step
         else:
-            low = middle + 1
+            best, high, step = row, step, (low + step) // 2
     return best
 
 
