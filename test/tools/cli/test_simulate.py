@@ -294,7 +294,7 @@ def test_sizes_for_the_mooncake_sample_are_within_a_tenth_of_the_smallest(capsys
 @pytest.mark.parametrize(("tflops", "target", "at_least"), [("15", 23, True), ("14", 25, False)])
 def test_the_error_of_a_sample_is_said(capsys, monkeypatch, tflops, target, at_least):
     """What the first part of a load needs is a third too much for all of it, at least; with slower
-    GPUs it is right."""
+    GPUs it is too little, and 1.46 times as much is a quarter too much."""
     monkeypatch.setattr(buying, "SAMPLE_TURNS", 150)
     load = [*BUY, "--gpu-tflops", tflops, "--forms", "kv"]
     assert main(["capacity", *load, "--ttft-p90", str(target), "--json"]) == 0
@@ -302,7 +302,7 @@ def test_the_error_of_a_sample_is_said(capsys, monkeypatch, tflops, target, at_l
     assert answer["searched_turns"] == 150 < answer["turns"]
     row = answer["rows"][0]
     assert row["meets"] and row["sample_error"]["at_least"] == at_least
-    assert (row["sample_error"]["dram"] > 0.05) == at_least
+    assert row["sample_error"]["dram"] > 0.2
 
     def p90(dram, ssd):
         sizes = ["--dram-gb", str(dram), "--disk-gb", str(ssd)]
