@@ -17,6 +17,7 @@ from sglang_hc.tools.cli.main import main
 from sglang_hc.tools.price_file import sample_prices
 from sglang_hc.tools.simulator.buying import SMALLEST_BLOCKS
 from sglang_hc.tools.simulator.models import load_model
+from sglang_hc.tools.simulator.report import write_report
 from sglang_hc.tools.simulator.run import Setup
 from support.profiles import cost_model
 
@@ -350,24 +351,29 @@ def test_a_whole_load_that_needs_more_than_its_sample_is_run_a_few_times(needed,
         (("none", 0, 0, False), "nothing meets the target: the GPUs are too slow for this load"),
     ],
 )
-def test_what_to_buy_is_a_sentence_and_says_how_far_off_a_sample_was(best, says):
+def test_what_to_buy_is_a_sentence_and_says_how_far_off_a_sample_was(best, says, tmp_path):
     rows = [
         dict(
             zip(("form", "dram_gb", "ssd_gb", "meets"), row, strict=True),
-            p50=1.0, p90=2.0, p99=3.0, cost_per_million_tokens=4.0,
+            layer_plan="", restored_share=0.5, p50=1.0, p90=2.0, p99=3.0,
+            cost_per_million_tokens=4.0,
             sample_error={"at_least": True, "dram": 0.32, "ssd": 0.1} if row == best else None,
         )
         for row in (best, ("hidden", 5, 50, False))
     ]  # fmt: skip
     answer = {
         "rows": rows, "prices": {"currency": "EUR", "source": "ours"}, "says": buying._says(rows),
-        "searched_turns": 4000, "turns": 42_000,
+        "sample": buying._of_sample(rows, 42_000), "target_ttft_p90": 2.0,
     }  # fmt: skip
     assert answer["says"].startswith(says)
+    report = tmp_path / "report.html"
+    write_report(answer, report)
     text = buying._describe(answer)
-    assert says in text and "searched with 4000 of 42000 turns" in text
-    assert "needed at least 32% less DRAM" in text and "too slow" in text
-    assert ("10% less SSD" in text) == (best[2] > 0)
+    assert "too slow" in text
+    for page in (text, report.read_text()):
+        assert says in page and "searched with 4000 of 42000 turns" in page
+        assert "needed at least 32% less DRAM" in page
+        assert ("10% less SSD" in page) == (best[2] > 0)
 
 
 def test_nothing_to_buy_is_said(capsys, tmp_path):

@@ -87,13 +87,15 @@ def run(args: argparse.Namespace) -> int:
             errors |= {r: error for r in rows if _is_same(r, row)}
             rows.sort(key=rank)
     found = [_shown(row, cost(row), row.p90 <= target, errors.get(row)) for row in rows]
+    turns = base.workload.num_turns
     answer = {
         "target_ttft_p90": target,
         "prices": {"currency": prices.currency, "source": prices.source},
         "rows": found,
-        "searched_turns": min(SAMPLE_TURNS, base.workload.num_turns),
-        "turns": base.workload.num_turns,
+        "searched_turns": min(SAMPLE_TURNS, turns),
+        "turns": turns,
         "says": _says(found),
+        "sample": _of_sample(found, turns) if turns > SAMPLE_TURNS else [],
     }
     if args.report is not None:
         from sglang_hc.tools.simulator.report import write_report
@@ -269,6 +271,15 @@ def _says(rows: list[dict[str, Any]]) -> str:
     return f"cheapest: {best['form']}, {best['dram_gb']:.1f} GB DRAM, {best['ssd_gb']:.1f} GB SSD"
 
 
+def _of_sample(rows: list[dict[str, Any]], turns: int) -> list[str]:
+    """What is to be known of sizes that were searched with a part of the turns."""
+    return [
+        f"sizes were searched with {SAMPLE_TURNS} of {turns} turns; times and costs are of all; "
+        "sizes of rows that are not named here may be too large",
+        *(_error(row) for row in rows if row["sample_error"]),
+    ]
+
+
 def _error(row: dict[str, Any]) -> str:
     """How far off the sizes of the sample were."""
     off, least = row["sample_error"], "at least " if row["sample_error"]["at_least"] else ""
@@ -290,9 +301,6 @@ def _describe(answer: dict[str, Any]) -> str:
             f"{row['form']:<16}{row['dram_gb']:>9.1f}{row['ssd_gb']:>9.1f}{times}"
             f"  {row['cost_per_million_tokens']:.4g}{meets}"
         )
-    if answer["searched_turns"] < answer["turns"]:
-        lines += ["", f"sizes were searched with {answer['searched_turns']} of {answer['turns']} "
-                  "turns; times and costs are of all; sizes of rows that are not named here may be "
-                  "too large"]  # fmt: skip
-        lines += [_error(row) for row in answer["rows"] if row["sample_error"]]
+    if answer["sample"]:
+        lines += ["", *answer["sample"]]
     return "\n".join([*lines, "", answer["says"], f"prices: {answer['prices']['source']}"])
