@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -29,8 +30,8 @@ SAMPLE_TURNS = 4000
 """Of a load with more turns so many are searched, the first ones."""
 
 STEPS = 4
-"""Times that what was found in a sample is made larger, by a tenth, until it is right for all; and
-that the first row is made smaller then. Smaller tiers may cost more: the GPUs work longer."""
+"""Times that the first row is made smaller by a tenth, when it is right for all of a load. Smaller
+tiers may cost more: the GPUs work longer."""
 
 Sizes = tuple[float, float]
 """Bytes of DRAM and of SSD."""
@@ -86,13 +87,15 @@ def run(args: argparse.Namespace) -> int:
             errors |= {r: error for r in rows if _is_same(r, row)}
             rows.sort(key=rank)
     found = [_shown(row, cost(row), row.p90 <= target, errors.get(row)) for row in rows]
+    turns = base.workload.num_turns
     answer = {
         "target_ttft_p90": target,
         "prices": {"currency": prices.currency, "source": prices.source},
         "rows": found,
-        "searched_turns": min(SAMPLE_TURNS, base.workload.num_turns),
-        "turns": base.workload.num_turns,
+        "searched_turns": min(SAMPLE_TURNS, turns),
+        "turns": turns,
         "says": _says(found),
+        "sample": _of_sample(found, turns) if turns > SAMPLE_TURNS else [],
     }
     if args.report is not None:
         from sglang_hc.tools.simulator.report import write_report
@@ -167,30 +170,31 @@ def _sample(setup: Setup) -> Setup:
 
 
 def _grown(setup: Setup, form: str, sizes: Sizes, target: float) -> Row:
-    """The whole load with these sizes, with the smallest of somewhat larger ones that it needs, or
-    with room for all of its state. Where all of that is not enough nothing between is tried: a run
-    of a whole load is what takes the time."""
+    """The whole load with these sizes, or with the smallest that it needs of those that are LESS **
+    STEPS times the ones before, up to room for all of its state. Where that is not enough nothing
+    between is tried: a run of a whole load is what takes the time."""
     dram, ssd = sizes
-    everything = state_bytes(setup)
+    times = LESS**STEPS
+    last = max(0, math.ceil(math.log(state_bytes(setup) / (ssd or dram), times)))
 
-    def larger(step: int) -> Row | None:
-        return _enough((setup, form, (LESS**step * dram, LESS**step * ssd), target))
+    def larger(step: int) -> Setup:
+        return replace(setup, dram=times**step * dram, disk=times**step * ssd)
 
-    row = larger(0)
+    row = enough(larger(0), form, target) if last else None
     if row is not None:
         return row
-    if dram + ssd >= everything:
-        return served(replace(setup, dram=dram, disk=ssd), form)
-    most = (LESS**STEPS * dram, everything) if ssd else (everything, 0.0)
-    best = served(replace(setup, dram=most[0], disk=most[1]), form)
-    low, high = 1, STEPS + 1 if best.p90 <= target else 1
-    while low < high:
-        middle = (low + high) // 2
-        row = larger(middle)
-        if row is not None:
-            best, high = row, middle
+    most = served(larger(last), form)
+    if most.p90 > target:
+        return most
+    low, high, best = 0, last, most
+    step = 1  # the sample is nearly right, most of the time
+    while high - low > 1:
+        step = step if step < high else (low + high) // 2
+        row = enough(larger(step), form, target)
+        if row is None:
+            low, step = step, 2 * step
         else:
-            low = middle + 1
+            best, high, step = row, step, (low + step) // 2
     return best
 
 
@@ -267,6 +271,15 @@ def _says(rows: list[dict[str, Any]]) -> str:
     return f"cheapest: {best['form']}, {best['dram_gb']:.1f} GB DRAM, {best['ssd_gb']:.1f} GB SSD"
 
 
+def _of_sample(rows: list[dict[str, Any]], turns: int) -> list[str]:
+    """What is to be known of sizes that were searched with a part of the turns."""
+    return [
+        f"sizes were searched with {SAMPLE_TURNS} of {turns} turns; times and costs are of all; "
+        "sizes of rows that are not named here may be too large",
+        *(_error(row) for row in rows if row["sample_error"]),
+    ]
+
+
 def _error(row: dict[str, Any]) -> str:
     """How far off the sizes of the sample were."""
     off, least = row["sample_error"], "at least " if row["sample_error"]["at_least"] else ""
@@ -288,9 +301,6 @@ def _describe(answer: dict[str, Any]) -> str:
             f"{row['form']:<16}{row['dram_gb']:>9.1f}{row['ssd_gb']:>9.1f}{times}"
             f"  {row['cost_per_million_tokens']:.4g}{meets}"
         )
-    if answer["searched_turns"] < answer["turns"]:
-        lines += ["", f"sizes were searched with {answer['searched_turns']} of {answer['turns']} "
-                  "turns; times and costs are of all; sizes of rows that are not named here may be "
-                  "too large"]  # fmt: skip
-        lines += [_error(row) for row in answer["rows"] if row["sample_error"]]
+    if answer["sample"]:
+        lines += ["", *answer["sample"]]
     return "\n".join([*lines, "", answer["says"], f"prices: {answer['prices']['source']}"])

@@ -7,7 +7,9 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -105,7 +107,11 @@ class _Search:
         def total_hit_rate(total: float) -> float:
             return self._measure(*_split(total, slot))[0]
 
-        needed = smallest_reaching(target, sizes, total_hit_rate)
+        step = max(1, len(sizes) // 10)
+        self._measure_all([_split(size, slot) for size in sizes[::step]])
+        point = smallest_reaching(target, sizes[::step], total_hit_rate)
+        end = len(sizes) if point is None else sizes.index(point.num_bytes) + 1
+        needed = smallest_reaching(target, sizes[max(0, end - step) : end], total_hit_rate)
         if needed is None:
             return None
         drams = [s for s in sizes if s < needed.num_bytes] + [needed.num_bytes]
@@ -113,8 +119,6 @@ class _Search:
         dram = reached.num_bytes if reached is not None else needed.num_bytes
         disk = needed.num_bytes if dram < needed.num_bytes else 0.0
         hit_rate, dram_share = self._measure(dram, disk)
-        for size in sizes[:: max(1, len(sizes) // 10)]:
-            total_hit_rate(size)
         return Answer(dram, disk, hit_rate, dram_share, self._curve(slot, sizes), needed)
 
     def _reaches(
@@ -130,18 +134,26 @@ class _Search:
 
         return measure
 
+    def _measure_all(self, sizes: list[tuple[float, float]]) -> None:
+        """Points of the curve, two at a time."""
+        turns = self._setup.workload.num_turns
+        jobs = [replace(self._setup, dram=dram, disk=disk) for dram, disk in sizes]
+        with (
+            turns_bar(len(jobs) * turns, "curve", quiet=self._quiet) as show,
+            ProcessPoolExecutor(buying.WORKERS, mp_context=get_context("fork")) as pool,
+        ):
+            rates = pool.map(_rates, jobs)
+            for number, ((dram, disk), found) in enumerate(zip(sizes, rates, strict=True), 1):
+                self._known[int(dram), int(disk)] = found
+                show(number * turns)
+
     def _measure(self, dram: float, disk: float) -> tuple[float, float]:
         key = (int(dram), int(disk))
         if key not in self._known:
             setup = replace(self._setup, dram=dram, disk=disk)
             label = f"{dram / 1e9:.0f} + {disk / 1e9:.0f} GB"
             with turns_bar(setup.workload.num_turns, label, quiet=self._quiet) as show:
-                measures = simulate(setup, show).measures
-            hits = measures.hit_tokens
-            self._known[key] = (
-                hits / measures.reusable if measures.reusable else 0.0,
-                (measures.device + measures.host) / hits if hits else 1.0,
-            )
+                self._known[key] = _rates(setup, show)
         return self._known[key]
 
     def _curve(self, slot: int, sizes: list[float]) -> list[CapacityPoint]:
@@ -152,6 +164,16 @@ class _Search:
             if known is not None:
                 points.append(CapacityPoint(size, known[0]))
         return points
+
+
+def _rates(setup: Setup, show: Callable[[int], None] | None = None) -> tuple[float, float]:
+    """Of what is reusable what was hit, and of that what was in DRAM in time."""
+    measures = simulate(setup, show).measures
+    hits = measures.hit_tokens
+    return (
+        hits / measures.reusable if measures.reusable else 0.0,
+        (measures.device + measures.host) / hits if hits else 1.0,
+    )
 
 
 def _split(total: float, slot: int) -> tuple[float, float]:

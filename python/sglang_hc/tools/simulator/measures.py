@@ -88,7 +88,6 @@ class Measures:
             **spread("queue_wait", self.queue_wait),
             **spread("service_ttft", self.service_ttft),
             **spread("ttft", self.ttft),
-            "ttft_median": spread("ttft", self.ttft)["ttft_p50"],
             "prefill_share": self.prefill_share,
             "prefill_seconds": self.gpu.prefill,
             "decode_seconds": self.gpu.decode,

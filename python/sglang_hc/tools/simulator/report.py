@@ -29,7 +29,7 @@ def write_report(answer: dict[str, Any], path: Path) -> None:
     body = "".join(
         "<tr>" + "".join(f"<td>{_cell(row[key])}</td>" for key in COLUMNS) + "</tr>" for row in rows
     )
-    prices = answer["prices"]
+    prices, sample = answer["prices"], "<br>".join(map(html.escape, answer["sample"]))
     path.write_text(
         "<!doctype html><meta charset='utf-8'><title>What to buy</title>"
         "<style>body{font-family:sans-serif;margin:2em}td,th{padding:.2em .8em;text-align:right}"
@@ -37,7 +37,7 @@ def write_report(answer: dict[str, Any], path: Path) -> None:
         f"<h1>{html.escape(answer['says'])}</h1>"
         f"<p>90 % of the first tokens within {answer['target_ttft_p90']:g} s. "
         f"{html.escape(prices['currency'])}: {html.escape(prices['source'])}</p>"
-        f"<table><tr>{head}</tr>{body}</table>"
+        f"<table><tr>{head}</tr>{body}</table><p>{sample}</p>"
         f"<img src='data:image/png;base64,{_plots(answer)}' alt='TTFT and cost of each row'>",
         encoding="utf-8",
     )
