@@ -1,6 +1,6 @@
-"""Chats of ten turns with tools under SGLang's real scheduler, with windows and with states: all leaves
-the device behind each request, and the next one of its conversation computes again less than a
-block of what it had computed. Two conversations are told the same first."""
+"""Chats of ten turns with tools under SGLang's real scheduler, with windows and with states: all
+leaves the device behind each request, and the next one of its conversation computes again less than
+a block of what it had computed. Two conversations are told the same first."""
 
 from __future__ import annotations
 
