@@ -35,17 +35,6 @@ FAMILIES = {
     "latent-v3": Family(
         "DeepseekV3Config", PUBLISHED_LATENT | dict(n_group=1, topk_group=1), "DeepSeek-V3"
     ),
-    "glm-4.5": _rope_model(
-        "Glm4MoeConfig", "GLM-4.5, two of four experts", num_key_value_heads=2, head_dim=64,
-        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, use_qk_norm=True,
-    ),
-    "glm-4.7-flash": Family(
-        "Glm4MoeLiteConfig",
-        PUBLISHED_LATENT | dict(
-            n_group=1, topk_group=1, mlp_layer_types=["dense"] * 4, n_routed_experts=4,
-        ),
-        "GLM-4.7 Flash",
-    ),
     "mixtral": _rope_model(
         "MixtralConfig", "Mixtral, two of four experts", num_key_value_heads=2,
         num_local_experts=4, num_experts_per_tok=2, sliding_window=None,
@@ -72,8 +61,6 @@ def talk(name: str, folder: str, form: str, dtype: str, *flags: str) -> Outcome:
         pytest.param("gpt-bigcode", "kv:4", marks=slow),
         pytest.param("qwen3-moe", "kv:4", marks=slow),
         pytest.param("mixtral", "kv:4", marks=slow),
-        pytest.param("glm-4.5", "kv:4", marks=slow),
-        pytest.param("glm-4.7-flash", "kv:4", marks=slow),
         pytest.param("latent-v2", "recompute:2,kv:2", marks=slow),
         pytest.param("latent-v3", "kv:4", marks=slow),
     ],

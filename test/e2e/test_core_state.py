@@ -153,6 +153,16 @@ def test_where_prompts_branch_the_second_one_leaves_a_state(model: str, once: On
 
 
 @slow
+def test_who_leaves_a_known_path_leaves_a_state_at_the_end_of_its_prompt_too(
+    model: str, once: Once
+) -> None:
+    wanted = once(state_talks.leaves, model, False)
+    found = run_in_child(state_talks.leaves, model, True)
+    assert [reply.tokens for reply in found] == [reply.tokens for reply in wanted]
+    assert [reply.host for reply in found] == [0, 0, 320]
+
+
+@slow
 def test_a_state_alone_comes_back(model: str, once: Once) -> None:
     """What the device has of K and V stays there."""
     wanted = once(state_talks.parted, model, False)

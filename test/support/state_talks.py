@@ -51,6 +51,20 @@ def branches(model: str, evicts: bool) -> list[Reply]:
     return found
 
 
+def leaves(model: str, evicts: bool) -> list[Reply]:
+    """Two prompts with 200 tokens in common, with short replies, and what follows on the second."""
+    core, shared, more = engine(model), prompt("shared", 200), prompt("more", 40)
+    found, said = list[Reply](), list[int]()
+    for tokens in ([*shared, *prompt("one", 90)], [*shared, *prompt("other", 150)]):
+        found.append(core.ask(tokens, 4))
+        said = [*tokens, *found[-1].tokens]
+        if evicts:
+            core.tree.tiers.drain()
+            core.evict()
+    found.append(core.ask([*said, *more], 16))
+    return found
+
+
 class Parted(NamedTuple):
     """The reply to a prompt whose state has left the device, and its K and V have not. stats:
     behind it."""

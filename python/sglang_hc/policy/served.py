@@ -17,12 +17,12 @@ RECOMPUTED = HIDDEN | {"DeepseekV2ForCausalLM"}
 
 REFUSED = frozenset(
     {
-        "DeepseekV4ForCausalLM", "Glm5NextForConditionalGeneration",
+        "DeepseekV4ForCausalLM", "Dots3NoteForCausalLM", "Glm5NextForConditionalGeneration",
         "InklingForConditionalGeneration", "InternS2MobiusForConditionalGeneration",
         "JetNemotronForCausalLM", "JetVLMForConditionalGeneration", "Lfm2ForCausalLM",
         "Lfm2MoeForCausalLM", "MiniMaxM3SparseForCausalLM",
         "MiniMaxM3SparseForConditionalGeneration", "Qwen4ExpForConditionalGeneration",
-        "ZayaForCausalLM",
+        "UnlimitedOCRForCausalLM", "ZayaForCausalLM",
     }
 )  # fmt: skip
 """Of which nothing is kept: a start ends, unless by --hc-disable."""

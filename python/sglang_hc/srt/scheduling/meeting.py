@@ -56,7 +56,8 @@ def add_one_req(
             # What is here already joins behind a first chunk.
             tokens = _aligned(tree, head, max(step.tokens, BLOCK_TOKENS))
             self.rem_chunk_tokens = min(self.rem_chunk_tokens, tokens)
-    cut_where_it_branches(tree, self, req)
+    if not has_chunked_req:  # only one at a time may be cut
+        cut_where_it_branches(tree, self, req)
     truncation_align_size = cut_between_blocks(tree, self, truncation_align_size)
     answer = original(self, req, has_chunked_req, truncation_align_size)
     admit_nobody_behind(tree, self, self.new_chunked_req)
