@@ -95,7 +95,7 @@ def test_sizes_for_the_mooncake_sample_are_within_a_tenth_of_the_smallest(capsys
 @pytest.mark.parametrize(("tflops", "target", "at_least"), [("15", 23, True), ("14", 25, False)])
 def test_the_error_of_a_sample_is_said(capsys, monkeypatch, tflops, target, at_least):
     """What the first part of a load needs is a third too much for all of it, at least; with slower
-    GPUs it is too little, and 1.46 times as much is a quarter too much."""
+    GPUs it is nearly right."""
     monkeypatch.setattr(buying, "SAMPLE_TURNS", 150)
     load = [*BUY, "--gpu-tflops", tflops, "--forms", "kv"]
     assert main(["capacity", *load, "--ttft-p90", str(target), "--json"]) == 0
@@ -103,7 +103,7 @@ def test_the_error_of_a_sample_is_said(capsys, monkeypatch, tflops, target, at_l
     assert answer["searched_turns"] == 150 < answer["turns"]
     row = answer["rows"][0]
     assert row["meets"] and row["sample_error"]["at_least"] == at_least
-    assert row["sample_error"]["dram"] > 0.2
+    assert (row["sample_error"]["dram"] > 0.05) == at_least
 
     def p90(dram, ssd):
         sizes = ["--dram-gb", str(dram), "--disk-gb", str(ssd)]
@@ -134,12 +134,13 @@ def test_a_whole_load_that_needs_more_than_its_sample_is_run_a_few_times(needed,
     monkeypatch.setattr(buying, "enough", enough)
     monkeypatch.setattr(buying, "state_bytes", lambda setup: 100 * (10 + ssd))
     row = buying._grown(Setup(None, None, 0, 0), "kv", (10.0, ssd), 2)
-    assert len(runs) <= (3 if needed < 1.4 else 9)
+    assert len(runs) <= (5 if needed < 1.4 else 9)
     assert row.dram * ssd == pytest.approx(row.ssd * 10)
     if needed > 200:
         assert row.p90 > 2 and len(runs) == 2
     else:
-        assert row.p90 <= 2 and row.dram < max(1, needed) * 1.1**buying.STEPS * 10.01
+        finely = 1.1 if needed < 1.4 else 1.1**buying.STEPS
+        assert row.p90 <= 2 and row.dram < max(1, needed) * finely * 10.01
 
 
 @pytest.mark.parametrize(
