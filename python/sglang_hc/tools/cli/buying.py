@@ -30,8 +30,8 @@ SAMPLE_TURNS = 4000
 """Of a load with more turns so many are searched, the first ones."""
 
 STEPS = 4
-"""Times that the first row is made smaller by a tenth, when it is right for all of a load. Smaller
-tiers may cost more: the GPUs work longer."""
+"""Times that what was found in a sample is made larger by a tenth, before it is made larger faster;
+and that the first row is made smaller then. Smaller tiers may cost more: the GPUs work longer."""
 
 Sizes = tuple[float, float]
 """Bytes of DRAM and of SSD."""
@@ -170,25 +170,23 @@ def _sample(setup: Setup) -> Setup:
 
 
 def _grown(setup: Setup, form: str, sizes: Sizes, target: float) -> Row:
-    """The whole load with these sizes, or with the smallest that it needs of those that are LESS **
-    STEPS times the ones before, up to room for all of its state. Where that is not enough nothing
-    between is tried: a run of a whole load is what takes the time."""
+    """The whole load with these sizes, or with the smallest that it needs of those that are larger:
+    a tenth apart for STEPS, then so many tenths, up to room for all of its state. Where that is not
+    enough nothing between is tried: a run of a whole load is what takes the time."""
     dram, ssd = sizes
-    times = LESS**STEPS
-    last = max(0, math.ceil(math.log(state_bytes(setup) / (ssd or dram), times)))
+    last = max(0, math.ceil(math.log(state_bytes(setup) / (ssd or dram), LESS)))
 
     def larger(step: int) -> Setup:
-        return replace(setup, dram=times**step * dram, disk=times**step * ssd)
+        return replace(setup, dram=LESS**step * dram, disk=LESS**step * ssd)
 
     row = enough(larger(0), form, target) if last else None
     if row is not None:
         return row
-    most = served(larger(last), form)
-    if most.p90 > target:
-        return most
-    low, high, best = 0, last, most
-    step = 1  # the sample is nearly right, most of the time
-    while high - low > 1:
+    best = served(larger(last), form)
+    if best.p90 > target:
+        return best
+    low, high, step = 0, last, STEPS  # the sample is nearly right, most of the time
+    while high - low > (1 if high <= STEPS else STEPS):
         step = step if step < high else (low + high) // 2
         row = enough(larger(step), form, target)
         if row is None:
