@@ -1,8 +1,6 @@
 """An error of ours in any place that SGLang calls, through SGLang's real scheduler: the request is
 answered with the right tokens, so is the next one, and nothing leaks."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ GUARDED = {
     if isinstance(hook.on_error, guard.Guarded)
 }
 ELSEWHERE = {
-    "preemption.preempt_to_schedule",
+    "hooks.preempt_to_schedule",
     "speculation.sampled",
     "speculation.accepted",
 }
@@ -169,7 +167,7 @@ def make_room(late: bool) -> tuple[Any, ...]:
 
     alone = [core.ask(tokens, 24).tokens for tokens in (LOW, HIGH)]
     core.evict()
-    faults.place, faults.late = "preemption.preempt_to_schedule", late
+    faults.place, faults.late = "hooks.preempt_to_schedule", late
     broken, retractions = both()
     faults.place, errors = "", guard.counters["guarded_errors"]
     core.evict()

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +16,7 @@ import pytest
 from support.core import MODELS, run_in_child
 from support.disk_store import block_files, spoil_pages
 from support.speculation import SpeculativeCore
+from support.speculative_kinds import without_draft_rows
 from support.speculative_talks import (
     MODEL,
     ROOMY,
@@ -104,17 +103,9 @@ def test_draft_models_propose_what_they_would_have(
 
 
 def without_draft_kv(speculation: tuple[str, ...]) -> Drafted:
-    """The control: the draft model's layers do not come back."""
-    from sglang_hc.srt.model.kv_pool import KvPoolRows
-
-    write = KvPoolRows.write_kv
-
-    def partly(self: KvPoolRows, layer: int, *rest: Any) -> None:
-        if layer < self.num_layers:
-            write(self, layer, *rest)
-
-    with mock.patch.object(KvPoolRows, "write_kv", partly):
-        return drafted(speculation, True, *TIGHT, "--hc-forms", "kv")
+    """The control."""
+    without_draft_rows()
+    return drafted(speculation, True, *TIGHT, "--hc-forms", "kv")
 
 
 def test_a_draft_model_without_its_state_would_be_noticed(plain: Told, drafts: Drafts) -> None:

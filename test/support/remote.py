@@ -1,7 +1,5 @@
 """A remote store in memory that can be told to misbehave, and what drives it in tests."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os
@@ -187,6 +185,19 @@ def read_in_one_call(io: BlockIo, store: FakeStore, path: Sequence[Block]) -> No
     store.wait_for_call()
     for slot, block in enumerate(path):
         io.read(slot, block.block_id, slot, FOREVER)
+    store.open.set()
+
+
+def write_in_one_call(
+    io: BlockIo, store: FakeStore, first: Block, path: Sequence[Block], deadline: float = FOREVER
+) -> None:
+    """Write blocks from the first slots, as `read_in_one_call` reads them: while a write of `first`
+    hangs, whose ticket is their number."""
+    store.hang()
+    io.write(len(path), first, TARGET, FOREVER)
+    store.wait_for_call()
+    for slot, block in enumerate(path):
+        io.write(slot, block, slot, deadline)
     store.open.set()
 
 

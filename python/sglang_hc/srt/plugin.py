@@ -4,8 +4,6 @@ SGLang loads plugins in the launcher and in every scheduler process, and only lo
 raises: `in_place.py` looks whether all is there.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -82,7 +80,7 @@ def all_hooks() -> list[Hook]:
         self_test,
         tools,
     )
-    from sglang_hc.srt.scheduling import hooks, meeting, preemption, speculation, weights
+    from sglang_hc.srt.scheduling import hooks, meeting, speculation, weights
     from sglang_hc.srt.tree import prompt_sources
 
     after, around, before = HookType.AFTER, HookType.AROUND, HookType.BEFORE
@@ -136,7 +134,7 @@ def all_hooks() -> list[Hook]:
         Hook(f"{policy}.SchedulePolicy.calc_priority", after, hooks.arrange, keeps, served),
         Hook(f"{adder}.add_one_req", around, meeting.add_one_req, give_up, served),
         Hook(f"{adder}.add_chunked_req", around, meeting.add_chunked_req, give_up),
-        Hook(f"{adder}.preempt_to_schedule", around, preemption.preempt_to_schedule, give_up),
+        Hook(f"{adder}.preempt_to_schedule", around, hooks.preempt_to_schedule, give_up),
         Hook(f"{scheduler}.maybe_sleep_on_idle", around, hooks.sleep_on_idle, keeps),
         Hook(f"{scheduler}.get_internal_state", after, hooks.internal_state, keeps),
         Hook(f"{streamer}.get_cached_tokens_details", after, prompt_sources.told, often),

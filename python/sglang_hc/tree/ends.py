@@ -18,7 +18,7 @@ end writes the bytes of its parts, and says when they are in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from sglang_hc.forms import EndLayout
@@ -89,8 +89,9 @@ class Ends:
         self._next_use = next_use
         self.on_ready: Callable[[EndPart], object] = lambda part: None
         """Told of every part whose bytes are in its slot."""
-        self._slots = Slots(num_slots)
+        self._slots = Slots[EndPart](num_slots)
         self.withhold, self.give_back = self._slots.withhold, self._slots.give_back
+        self.pin, self.unpin = self._slots.pin, self._slots.unpin
         self.unstage = self._slots.unstage
         self._policy = policy
         self._ends: dict[BlockNode, End] = {}
@@ -99,8 +100,6 @@ class Ends:
         another path; the longest outlived first."""
         self._leaving = 0
         """For so many prompts more it counts that one has left the path of its conversation."""
-        self._detached: set[EndPart] = set()
-        """Parts that nobody needs any more, until their last pin ends."""
         self.evicted = 0
         host.on_end_gone = self._block_gone
 
@@ -215,28 +214,12 @@ class Ends:
         self._drop_all(part)
         self.unpin((part,))
 
-    # -- keep ------------------------------------------------------------------------------------
-
-    def pin(self, parts: Iterable[EndPart]) -> None:
-        """Keep the slots of parts from being used again until `unpin`."""
-        for part in parts:
-            part.pins += 1
-
-    def unpin(self, parts: Iterable[EndPart]) -> None:
-        for part in parts:
-            if part.pins < 1:
-                raise RuntimeError("unpin of an end part that is not pinned")
-            part.pins -= 1
-            if part.pins == 0 and part in self._detached:
-                self._detached.remove(part)
-                self._release(part)
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot has exactly one owner, and every end all its
         parts. O(slots)."""
         parts = {part for end in self._ends.values() for part in end.parts}
-        self._slots.check_integrity([part.slot for part in (*parts, *self._detached)])
-        assert all(part.pins > 0 and not part.ends for part in self._detached)
+        self._slots.check_integrity(parts)
+        assert not any(part.ends for part in self._slots.detached)
         for part in parts:
             assert part.node.end is part and part.node.parent is not None
             assert part.ready or part.pins
@@ -384,11 +367,4 @@ class Ends:
             return
         part.node.end = None
         part.ready = False
-        if part.pins:
-            self._detached.add(part)
-        else:
-            self._release(part)
-
-    def _release(self, part: EndPart) -> None:
-        self._slots.release(part.slot)
-        part.slot = -1
+        self._slots.retire(part)

@@ -8,7 +8,7 @@ unreachable, and never while it is pinned. Which leaf goes is the eviction polic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from sglang_hc.policy.eviction import EvictionPolicy, IsProtected
 from sglang_hc.policy.pins import TimeToLive
@@ -39,12 +39,12 @@ class HostTier:
         """Whether a block is in the tree; its bytes may still be on their way."""
         self._ttl = ttl
         self._next_expiry = 0.0
-        self._slots = Slots(num_slots)
+        self._slots = Slots[BlockNode](num_slots)
         self.damaged_slots = self._slots.damaged
         """Slots whose bytes could not be written: not served until they are staged anew."""
         self.withhold, self.give_back = self._slots.withhold, self._slots.give_back
         self.is_staged, self.unstage = self._slots.is_staged, self._slots.unstage
-        self._detached: set[BlockNode] = set()
+        self.pin, self.unpin = self._slots.pin, self._slots.unpin
         self.on_end_gone: Callable[[BlockNode], None] | None = None
         """Told of each block that leaves with an end part (`ends.Ends`)."""
         self.on_change: Callable[[BlockNode, bool], None] | None = None
@@ -117,20 +117,6 @@ class HostTier:
                 self._ttl.touch(node, now)
         self._policy.access(path)
 
-    def pin(self, nodes: Iterable[BlockNode]) -> None:
-        """Keep slots from being evicted or reused until `unpin`."""
-        for node in nodes:
-            node.pins += 1
-
-    def unpin(self, nodes: Iterable[BlockNode]) -> None:
-        for node in nodes:
-            if node.pins < 1:
-                raise RuntimeError("unpin of a block that is not pinned")
-            node.pins -= 1
-            if node.pins == 0 and node in self._detached:
-                self._detached.remove(node)
-                self._release(node)
-
     def evict(
         self, count: int, now: float, is_protected: IsProtected[BlockNode] | None = None
     ) -> int:
@@ -199,10 +185,7 @@ class HostTier:
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot has exactly one owner. O(slots)."""
         self.tree.check_integrity()
-        held = [node.slot for node in self.tree.nodes()]
-        held += [node.slot for node in self._detached]
-        self._slots.check_integrity(held)
-        assert all(node.pins > 0 for node in self._detached)
+        self._slots.check_integrity(self.tree.nodes())
 
     def _retire(self, node: BlockNode) -> None:
         if self.on_change is not None:
@@ -214,11 +197,4 @@ class HostTier:
         node.ready = False
         if node.end is not None and self.on_end_gone is not None:
             self.on_end_gone(node)
-        if node.pins:
-            self._detached.add(node)
-        else:
-            self._release(node)
-
-    def _release(self, node: BlockNode) -> None:
-        self._slots.release(node.slot)
-        node.slot = -1
+        self._slots.retire(node)

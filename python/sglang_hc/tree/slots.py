@@ -9,9 +9,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Generic, Protocol, TypeVar
 
 
-class Slots:
+class Owner(Protocol):
+    """What holds a slot, -1 when it has given it back. pins: so many keep the slot from it."""
+
+    slot: int
+    pins: int
+
+
+AnOwner = TypeVar("AnOwner", bound=Owner)
+
+
+class Slots(Generic[AnOwner]):
     """damaged: slots whose bytes could not be written: not served until they are staged anew."""
 
     def __init__(self, count: int) -> None:
@@ -22,6 +33,8 @@ class Slots:
         """Slots by how many operations that were given up may still touch them."""
         self._ownerless: set[int] = set()
         """Of these the ones that would be free."""
+        self.detached: set[AnOwner] = set()
+        """Owners that are gone, until their last pin ends."""
         self.damaged: set[int] = set()
 
     @property
@@ -62,6 +75,28 @@ class Slots:
         else:
             self._free.append(slot)
 
+    def pin(self, owners: Iterable[AnOwner]) -> None:
+        """Keep their slots from being evicted or used again until `unpin`."""
+        for owner in owners:
+            owner.pins += 1
+
+    def unpin(self, owners: Iterable[AnOwner]) -> None:
+        for owner in owners:
+            if owner.pins < 1:
+                raise RuntimeError("unpin of what is not pinned")
+            owner.pins -= 1
+            if owner.pins == 0 and owner in self.detached:
+                self.detached.remove(owner)
+                self.retire(owner)
+
+    def retire(self, owner: AnOwner) -> None:
+        """An owner is gone. Its slot is free at once, or when its last pin ends."""
+        if owner.pins:
+            self.detached.add(owner)
+        else:
+            self.release(owner.slot)
+            owner.slot = -1
+
     def withhold(self, slots: Iterable[int]) -> None:
         """An operation on these slots was given up, but may touch them at any later time. Whoever
         owns them keeps them; nobody gets them afterwards before `give_back`."""
@@ -77,7 +112,10 @@ class Slots:
                     self._ownerless.remove(slot)
                     self._free.append(slot)
 
-    def check_integrity(self, held: Iterable[int]) -> None:
-        """Raise AssertionError unless every slot has exactly one owner. O(slots)."""
-        owners = [*self._free, *self._staged, *self._ownerless, *held]
-        assert sorted(owners) == list(range(self.count)), "a slot has no owner or two"
+    def check_integrity(self, owners: Iterable[AnOwner]) -> None:
+        """Raise AssertionError unless every slot has exactly one owner: one of these, or of those
+        that are gone. O(slots)."""
+        held = [owner.slot for owner in (*owners, *self.detached)]
+        slots = [*self._free, *self._staged, *self._ownerless, *held]
+        assert sorted(slots) == list(range(self.count)), "a slot has no owner or two"
+        assert all(owner.pins > 0 for owner in self.detached)

@@ -20,6 +20,7 @@ from sglang_hc.srt.engine.intake import SERIAL
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.tree.ahead import BLOCKS_PER_PASS, Placed, RestoreAhead
 from sglang_hc.srt.tree.device_tree import DeviceTree
+from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import Prefix, unpack_tokens
 from support.early_world import Allocator, Copies
 from support.host import host_tier, keep, tokens_of
@@ -96,15 +97,29 @@ class Queue:
     def restored(self, request: Serial) -> list[int]:
         return sorted(self.blocks.of(request).restored)
 
+    def first(self) -> tuple[DeviceTree, Any, list[BlockNode]]:
+        """The tree, the first request, and its blocks in host memory."""
+        req = self.queue[0]
+        nodes = self.host.tree.match(self._look_at(getattr(req, SERIAL)).prompt).nodes
+        return cast(DeviceTree, self.tree), req, nodes
+
     def place(self, stop: int) -> Placed | Reason:
         """As SGLang admits the first request: what is promised is kept."""
-        req, tree = self.queue[0], cast(DeviceTree, self.tree)
-        nodes = self.host.tree.match(self._look_at(getattr(req, SERIAL)).prompt).nodes
-        promised = self.ahead.promise(tree, req, nodes, stop)
-        return self.ahead.place(tree, req, nodes, promised, met=False)
+        promised = self.ahead.promise(*self.first(), stop)
+        return self.ahead.place(*self.first(), promised, met=False)
 
 
 WORDS = ("abcdef", "abcdgh", "abcdefij")
+
+
+def restored_ahead(planner: RestorePlanner | None = None) -> Queue:
+    """Of a request whose history is in host memory, the first four blocks are on the device."""
+    queue = Queue(planner)
+    keep(queue.host, tokens_of(WORDS[0]))
+    queue.come(1, WORDS[0])
+    queue.a_pass()
+    queue.a_pass()
+    return queue
 
 
 def test_of_a_shared_history_each_block_is_restored_once() -> None:
@@ -171,11 +186,7 @@ class Planner:
 
 @pytest.mark.parametrize("rest", [Choice.LOAD, Choice.REFUSE, Choice.RECOMPUTE_MORE])
 def test_what_is_left_to_restore_is_weighed(rest: Choice) -> None:
-    queue = Queue(cast(RestorePlanner, Planner(rest)))
-    keep(queue.host, tokens_of(WORDS[0]))
-    queue.come(1, WORDS[0])
-    queue.a_pass()
-    queue.a_pass()
+    queue = restored_ahead(cast(RestorePlanner, Planner(rest)))
     stop = 6 * BLOCK_TOKENS
     planner = cast(Planner, queue.planner)
     planner.asked.clear()
@@ -203,11 +214,7 @@ def test_what_is_left_of_a_met_history_is_not_weighed_but_its_copies_are_counted
 
 @pytest.mark.parametrize("where", ["choose", "allocate"])
 def test_an_error_before_the_slots_are_placed_loses_none(where: str) -> None:
-    queue = Queue()
-    keep(queue.host, tokens_of(WORDS[0]))
-    queue.come(1, WORDS[0])
-    queue.a_pass()
-    queue.a_pass()
+    queue = restored_ahead()
 
     def broken(*_: Any) -> RestorePlan:
         raise OSError("planted")
@@ -221,30 +228,18 @@ def test_an_error_before_the_slots_are_placed_loses_none(where: str) -> None:
 
 def test_what_was_promised_is_given_whole_or_not_at_all() -> None:
     """SGLang ends the scheduler's process where it gets a part."""
-    queue = Queue(cast(RestorePlanner, Planner(Choice.REFUSE)))
-    keep(queue.host, tokens_of(WORDS[0]))
-    queue.come(1, WORDS[0])
-    queue.a_pass()
-    queue.a_pass()
-    req, tree = queue.queue[0], cast(DeviceTree, queue.tree)
-    nodes = queue.host.tree.match(queue._look_at(getattr(req, SERIAL)).prompt).nodes
-    assert queue.ahead.promise(tree, req, nodes, 6 * BLOCK_TOKENS) == 4 * BLOCK_TOKENS
-    refused = queue.ahead.place(tree, req, nodes, 6 * BLOCK_TOKENS, met=False)
+    queue = restored_ahead(cast(RestorePlanner, Planner(Choice.REFUSE)))
+    assert queue.ahead.promise(*queue.first(), 6 * BLOCK_TOKENS) == 4 * BLOCK_TOKENS
+    refused = queue.ahead.place(*queue.first(), 6 * BLOCK_TOKENS, met=False)
     assert refused is Reason.AS_STORED
     assert queue.tree.free + queue.blocks.tokens == SLOTS
 
 
 def test_blocks_that_left_since_the_promise_are_not_counted_on() -> None:
-    queue = Queue(cast(RestorePlanner, Planner(Choice.LOAD)))
-    keep(queue.host, tokens_of(WORDS[0]))
-    queue.come(1, WORDS[0])
-    queue.a_pass()
-    queue.a_pass()
-    req, tree = queue.queue[0], cast(DeviceTree, queue.tree)
-    nodes = queue.host.tree.match(queue._look_at(getattr(req, SERIAL)).prompt).nodes
-    assert queue.ahead.promise(tree, req, nodes, 6 * BLOCK_TOKENS) == 6 * BLOCK_TOKENS
+    queue = restored_ahead(cast(RestorePlanner, Planner(Choice.LOAD)))
+    assert queue.ahead.promise(*queue.first(), 6 * BLOCK_TOKENS) == 6 * BLOCK_TOKENS
     queue.blocks.release()
-    placed = queue.ahead.place(tree, req, nodes, 6 * BLOCK_TOKENS, met=False)
+    placed = queue.ahead.place(*queue.first(), 6 * BLOCK_TOKENS, met=False)
     assert placed is Reason.BLOCKS_GONE and queue.tree.free == SLOTS
 
 
@@ -253,7 +248,5 @@ def test_a_promise_notes_nothing_of_a_request_that_has_nothing_here() -> None:
     queue = Queue()
     keep(queue.host, tokens_of(WORDS[0]))
     queue.come(1, WORDS[0])
-    req, tree = queue.queue[0], cast(DeviceTree, queue.tree)
-    nodes = queue.host.tree.match(queue._look_at(getattr(req, SERIAL)).prompt).nodes
-    assert queue.ahead.promise(tree, req, nodes, 6 * BLOCK_TOKENS) == 6 * BLOCK_TOKENS
+    assert queue.ahead.promise(*queue.first(), 6 * BLOCK_TOKENS) == 6 * BLOCK_TOKENS
     assert not queue.blocks.requests

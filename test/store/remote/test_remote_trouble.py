@@ -1,7 +1,5 @@
 """A remote store that is slow, raises or hangs: it is left alone, and nobody waits for it."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Sequence
@@ -33,6 +31,7 @@ from support.remote import (
     save,
     until,
     wait,
+    write_in_one_call,
 )
 from support.waiting import HANGS_S
 
@@ -80,14 +79,10 @@ def test_a_block_that_cannot_be_saved_costs_no_other(io: KnownBlocks, store, poo
     path = make_path(FAILURES_TO_OPEN + 2)
     names = names_of(path)
     store.unwritable = {storage_key(MODEL, names[3])}
-    store.hang()
-    first = make_path(1, seed=1)
-    io.write(len(path), first[0], TARGET, FOREVER)
-    store.wait_for_call()  # what is written meanwhile goes into one call
     for slot, block in enumerate(path):
         pool.slot(slot)[:] = data_of(block.block_id)
-        io.write(slot, block, slot, FOREVER)
-    store.open.set()
+    first = make_path(1, seed=1)
+    write_in_one_call(io, store, first[0], path)
     lost = [done.ticket for done in wait(io, len(path) + 1) if done.outcome is not Outcome.OK]
     assert lost == [3]
     kept = {storage_key(MODEL, name) for name in [*names_of(first), *names]}
@@ -110,12 +105,7 @@ def test_what_a_full_store_refuses_is_asked_for_again_while_that_helps(
 
     io = make_blocks(store, pool, clock, backend=Full)
     first, *path = make_path(6)
-    store.hang()
-    io.write(5, first, 5, FOREVER)
-    store.wait_for_call()  # what is written meanwhile goes into one call
-    for slot, block in enumerate(path):
-        io.write(slot, block, slot, FOREVER)
-    store.open.set()
+    write_in_one_call(io, store, first, path)
     outcomes = [done.outcome for done in wait(io, 6) if done.ticket < 5]
     assert outcomes.count(Outcome.IO_ERROR) == lost
     assert store.calls.count("put") == 2 + (2 if lost else 3)
@@ -135,12 +125,7 @@ def test_what_was_given_up_is_not_asked_for_again(store, pool, clock) -> None:
 
     io = make_blocks(store, pool, clock, backend=Full)
     first, *path = make_path(6)
-    store.hang()
-    io.write(5, first, 5, FOREVER)
-    store.wait_for_call()  # what is written meanwhile goes into one call
-    for slot, block in enumerate(path):
-        io.write(slot, block, slot, clock.now + 30)
-    store.open.set()
+    write_in_one_call(io, store, first, path, clock.now + 30)
     assert [done.ticket for done in wait(io, 1)] == [5]
     until(lambda: store.calls.count("put") == 2)
     clock.now += 31

@@ -5,8 +5,6 @@
 SGLang sizes the KV pool and captures; the tree factory (`build.py`) builds the tiers; batches run.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -71,6 +69,17 @@ def arrange(result: None, self: Any, waiting_queue: list[Any], *args: Any, **kwa
     tree = tree_of(self)
     if tree is not None:
         tree.waiting.arrange(waiting_queue)
+
+
+def preempt_to_schedule(
+    original: Callable[..., bool], self: Any, req: Any, *args: Any, **kwargs: Any
+) -> bool:
+    """AROUND PrefillAdder.preempt_to_schedule (`--enable-priority-scheduling`): nobody makes room
+    for a request that waits for its state."""
+    tree = tree_of(self)
+    if tree is not None and not tree.waiting.may_run(req):
+        return False
+    return original(self, req, *args, **kwargs)
 
 
 def run_batch(

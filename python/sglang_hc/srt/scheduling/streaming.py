@@ -1,7 +1,5 @@
 """Numbers of a server whose state is in host memory (`--hc-throughput`): it has no tiers."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
