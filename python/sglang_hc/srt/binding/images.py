@@ -97,9 +97,9 @@ def cover_reply(req: Any) -> None:
     the prompt alone, and a pass that computes tokens of both again would have too few."""
     given = getattr(req, "multimodal_inputs", None)
     places = None if given is None else given.mrope_positions
-    there = len(req.origin_input_ids) + len(req.output_ids)
-    if places is None or places.shape[1] >= there:
+    if places is None:
         return
+    there = max(places.shape[1], len(req.origin_input_ids) + len(req.output_ids))
     behind = torch.arange(places.shape[1], there)
     reply = (behind + given.mrope_position_delta.flatten()[0].cpu()).expand(3, -1)
     given.mrope_positions = torch.cat([places, reply.to(places.device, places.dtype)], 1)
