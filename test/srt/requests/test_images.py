@@ -176,20 +176,6 @@ def test_positions_are_a_part_of_what_an_image_is() -> None:
     assert not keeps_state(placed(before)), "text before an image has the positions of text"
 
 
-def test_the_reply_of_a_request_that_comes_again_has_positions() -> None:
-    """SGLang's end with the prompt. A pass behind a retraction that computed the end of an image
-    and the reply again had fewer positions than tokens, and ended the scheduler."""
-    one = sent(image())
-    one.mrope_positions, one.mrope_position_delta = torch.arange(20).expand(3, 20), torch.tensor(-3)
-    req, scheduler = taken_in(one), SimpleNamespace(tree_cache=object.__new__(SglangTree))
-    before = path_of(req)
-    for reply in ([], [3, 4], [5]):
-        req.output_ids.extend(reply)
-        complete(scheduler, req)
-    places = req.multimodal_inputs.mrope_positions
-    assert places.tolist() == [[*range(20), 17, 18, 19]] * 3 and path_of(req) == before
-
-
 UNKEPT: dict[str, Callable[[], Any]] = {
     "a video beside it": lambda: taken_in(
         sent(image(), MultimodalDataItem(modality=Modality.VIDEO, feature=PIXELS, offsets=[(9, 9)]))

@@ -92,19 +92,6 @@ def images_of(req: Any) -> list[Shown] | None:
     return found
 
 
-def cover_reply(req: Any) -> None:
-    """Have the positions of a request with images reach over the reply so far: SGLang has those of
-    the prompt alone, and a pass that computes tokens of both again would have too few."""
-    given = getattr(req, "multimodal_inputs", None)
-    places = None if given is None else given.mrope_positions
-    if places is None:
-        return
-    there = max(places.shape[1], len(req.origin_input_ids) + len(req.output_ids))
-    behind = torch.arange(places.shape[1], there)
-    reply = (behind + given.mrope_position_delta.flatten()[0].cpu()).expand(3, -1)
-    given.mrope_positions = torch.cat([places, reply.to(places.device, places.dtype)], 1)
-
-
 def named(req: Any) -> list[Named]:
     """All that a request shows."""
     given = getattr(req, "multimodal_inputs", None)

@@ -16,7 +16,6 @@ from typing import Any
 
 from sglang_hc.srt.arguments.server_args import config_of
 from sglang_hc.srt.binding import arguments, fields
-from sglang_hc.srt.binding.images import cover_reply
 from sglang_hc.srt.engine.guard import tree_of
 from sglang_hc.srt.model.identity import adapter_digest
 from sglang_hc.srt.requests import images
@@ -63,10 +62,7 @@ def complete(self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     `extra_key`, whatever it says.
     """
     tree = tree_of(self)
-    if tree is None:
-        return
-    if hasattr(req, _NAMED):  # it had to leave, and comes again
-        cover_reply(req)
+    if tree is None or hasattr(req, _NAMED):
         return
     setattr(req, _NAMED, True)
     salt, key, lora = fields.salt_of(req), fields.namespace_of(req), fields.adapter_of(req)
