@@ -293,8 +293,7 @@ def test_windows_that_a_waiting_request_needs_leave_last(model: str) -> None:
 
 def of_rank(rank: int, port: int, kind: str, form: str, model: str, *flags: str) -> RankedCore:
     window_kernels.use()
-    flags = *window_core.flags_of(model), *flags
-    return ranked_turns.engine(rank, port, kind, form, model, *flags)
+    return ranked_turns.engine(rank, port, kind, form, model, *window_core.flags_of(model), *flags)
 
 
 @pytest.mark.slow
