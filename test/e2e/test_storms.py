@@ -74,7 +74,7 @@ def test_the_storms_were_storms(seen: Counter[str]) -> None:
     if seen["storms"] != len(QUICK):
         pytest.skip("not all storms were seen")
     happened = "restored tokens", "disk tokens", "aborted", "retractions"
-    for what in (*happened, *(f"hc told {medium}" for medium in MEDIA)):
+    for what in (*happened, *(f"hc told {medium}" for medium in MEDIA[:3])):
         assert seen[what] > 0, what
 
 
@@ -156,6 +156,7 @@ def test_a_request_that_is_lost_is_found(oracle: Oracle, monkeypatch: pytest.Mon
     assert "tokens of 20" in wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "name", "found"),
     [(Ledger, "_release", "of KV events: {'GPU'"), (PromptSources, "over", "do not add up")],

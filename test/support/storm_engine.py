@@ -150,7 +150,7 @@ class Player:
         self.core = StormCore(weather, *flags, model=model, **profile)
         self.core.believe_profile()
         self._listener = Listener(self.core, ports) if engine.told else None
-        self._pages = Counter[str]()
+        self._media = Counter[str]()
         self._told, self._below_is_well = Told(self.core), True
         self._ids = adapter_ids(self.core) if engine.adapters else {}
         self._loads = 0
@@ -205,7 +205,7 @@ class Player:
     def _is_mirrored(self) -> None:
         if self._listener is not None:
             self._listener.agrees(below=self._below_is_well)
-            self._pages.update(self._listener.pages())
+            self._media.update(self._listener.media())
 
     def _flush(self, action: Flush) -> Iterator[None]:
         yield from self.core.idle()
@@ -285,7 +285,7 @@ class Player:
         stats = self.core.tree.stats()
         counts = {name: value for name, value in stats.items() if isinstance(value, int)}
         counts |= self._weather.counts
-        counts |= self._pages
+        counts |= self._media
         if clean:
             leaks.everything_leaves(self.core, self._room)
             self.core.tree.release_host_resources()

@@ -65,9 +65,9 @@ class Listener:
         counts = self._core.tree.stats()
         assert not counts.get("kv_event_errors"), "KV events were lost by an error of ours"
 
-    def pages(self) -> dict[str, int]:
-        """How many the reader knows of, by medium."""
-        return {f"told {medium}": len(held) for medium, held in self._reader.held.items()}
+    def media(self) -> dict[str, int]:
+        """1 for each medium that the reader knows pages of."""
+        return {f"told {medium}": int(bool(held)) for medium, held in self._reader.held.items()}
 
     def _differences(self, below: bool) -> dict[str, str]:
         """By medium: how many pages are not there, and how many are not known to be."""

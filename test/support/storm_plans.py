@@ -37,7 +37,7 @@ ASKED_AGAIN = 5
 """Prompts, when the storm is over."""
 AUDITS = ("--hc-audit", "1")
 PAGES = (1, 64)
-TOLD = 2
+TOLD = 4
 """Of one storm in so many somebody reads the KV events."""
 HOST_BLOCKS = (1000, 32, 16)
 """In the host memory of the smaller models; a storm has about 50."""
@@ -92,7 +92,7 @@ class _Author:
         shares = layout.random() < (0.3 if self._engine.disk else 0.8)
         self._pages = pages_of(kind)
         self._engine = replace(
-            self._engine, shares=shares, page=layout.choice(self._pages), told=seed % TOLD == 0
+            self._engine, shares=shares, page=layout.choice(self._pages), told=seed % TOLD == 2
         )
         self._first = self._engine
         self._actions: list[Action] = []
