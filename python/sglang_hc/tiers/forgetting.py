@@ -88,9 +88,11 @@ class Forgetter:
 def _answer(tokens: int, blocks: int, done: Sequence[BlockDone]) -> Answer:
     answer: Answer = {"status": 200, "device": {"tokens": tokens}, "host": {"blocks": blocks}}
     missed = []
-    for one in done:
+    for one in done:  # of a tier that has end parts too there are two
         complete = one.outcome is Outcome.OK and not one.by_name
-        answer[one.tier] = {"blocks": one.blocks, "complete": complete}
+        had = answer.setdefault(one.tier, {"blocks": 0, "complete": True})
+        had["blocks"] += one.blocks
+        had["complete"] &= complete
         if not complete:
             missed.append(_why_left(one))
     return judged(answer, missed)

@@ -76,6 +76,24 @@ def test_everything_is_gone_for_good_but_other_models(scratch: Path) -> None:
     assert (Path(folder) / "label").read_text() == "tiny"
 
 
+def test_who_erased_first_leaves_no_other_store_believing_that_the_blocks_are_there(
+    scratch: Path,
+) -> None:
+    """A directory has a store for end parts as well, and each erases what is of the client."""
+    blocks, ends = open_store(scratch), open_store(scratch, fingerprint=bytes(16))
+    mine, others = make_path(6, 1, "acme"), make_path(5, 2, OTHER)
+    put(blocks, mine)
+    put(blocks, others)
+    put(ends, make_path(2, 1, "acme", bytes(16)))
+    blocks.take_changes()
+    assert ends.erase(ACME) == Erased(8, True)
+    assert blocks.erase(ACME) == Erased(0, True)
+    assert blocks.contains(names_of(mine)[:1]) == 0
+    assert sorted(blocks.take_changes()) == sorted(names_of(mine))
+    check_kept(blocks, others)
+    check_ledgers(blocks)
+
+
 def test_cuts_adapters_and_weights_of_a_client_go_with_it(scratch: Path) -> None:
     cut, of_adapter = cut_namespace("k4:acme", 64, 64, bytes(128 * TOKEN_BYTES)), "a2:0f"
     gone = ["k4:acme", cut, "k4:acme" + of_adapter, cut + of_adapter]

@@ -76,9 +76,12 @@ def _candidates(directory: Directory, what: Forgetting | None) -> list[_Found] |
         if what is None:
             names = {*directory.folder.block_ids(), *directory.blocks.copy()}
             return [_Found(directory.folder, block_id, None) for block_id in names]
-        folders = model_folders(directory.root)
-        every = (_look_at(directory, f, block_id) for f in folders for block_id in f.block_ids())
-        return [
+        known = directory.blocks.copy()
+        files = [(f, name) for f in model_folders(directory.root) for name in f.block_ids()]
+        # Another store of this directory, that of ends or another server's, may have erased them.
+        gone = known.keys() - {name for folder, name in files if folder == directory.folder}
+        every = (_look_at(directory, *one) for one in files)
+        return [_Found(directory.folder, name, None) for name in gone] + [
             one
             for one in every
             if one is not None
