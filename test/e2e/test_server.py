@@ -312,7 +312,6 @@ def test_wrong_fields_of_agents_are_refused_by_name(server: ServerProcess) -> No
         assert status == 400 and part in reply
 
 
-@pytest.mark.slow
 def test_a_salt_counts_on_every_route(server: ServerProcess) -> None:
     """Anthropic's and Ollama's have no field for one: tenants of a gateway shared their state."""
     message(server, 8, cache_salt="acme")
