@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from benchmark.harness.workload import Vocabulary
 from sglang_hc.errors import ConfigError
 from sglang_hc.tools.cli.main import UsageError
-from sglang_hc.tools.model_shape import read_model_config
+from sglang_hc.tools.model_config import read_model_config
 
 
 class Tokenizer(Protocol):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from transformers import Lfm2Config
@@ -21,7 +21,6 @@ from support import (
 )
 from support.adapters import MLP, adapter_flags, adapter_ids, write_adapter
 from support.core import Once, Reply, run_in_child
-from support.during import When
 from support.prompts import in_directory, in_store, on_disk, prompt
 from support.ranked_core import run_ranks
 from support.starts import check_left_out, refusal
@@ -295,50 +294,11 @@ def test_what_was_retracted_comes_back(each: str) -> None:
     assert found["stats"]["retracted_restored_tokens"] > 0
 
 
-class Room(NamedTuple):
-    """The replies of a request that makes room for one of a higher priority, and leaves the device
-    then, and of that one: each undisturbed, then both. again: tokens of the first that were
-    computed twice. stats: behind them."""
-
-    alone: list[list[int]]
-    both: list[list[int]]
-    retractions: int
-    again: int
-    stats: dict[str, Any]
-
-
-def makes_room(model: str, *flags: str) -> Room:
-    prompts = prompt("low", 100), prompt("high", 90)
-    one = "--max-running-requests", "1", "--enable-priority-scheduling"
-    core = engine(model, *one, *flags)
-    alone = [core.ask(tokens, 60, "alone").tokens for tokens in prompts]
-    computed, rids = retractions.Computed(core), [core.submit(prompts[0], 60)]
-    core.inbox[-1].priority = 0
-
-    def leave() -> None:
-        core.tree.tiers.drain()
-        core.evict()
-
-    left = When(lambda: any(r.retraction_count for r in core.scheduler.waiting_queue), leave)
-
-    def each_pass(number: int) -> None:
-        left(number)
-        if number == 40:
-            rids.append(core.submit(prompts[1], 60))
-            core.inbox[-1].priority = 100
-
-    core.run(each_pass=each_pass)
-    core.settle()
-    retracted = core.requests[rids[0]].retraction_count
-    both = [core.reply(rid).tokens for rid in rids]
-    return Room(alone, both, retracted, computed.again, core.tree.stats())
-
-
 @slow
 @pytest.mark.parametrize("flags", [(), (*PAGES, PLAIN)])
 def test_what_made_room_comes_back(each: str, flags: tuple[str, ...]) -> None:
     """With the state at 128 tokens, which the reply has passed."""
-    room = run_in_child(makes_room, each, *flags)
+    room = run_in_child(state_talks.makes_room, each, *flags)
     assert room.both == room.alone and room.retractions == 1
     assert room.stats["retracted_restored_tokens"] == 2 * BLOCK_TOKENS
     assert 0 < room.again < BLOCK_TOKENS and "guarded_errors" not in room.stats

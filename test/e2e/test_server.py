@@ -18,19 +18,8 @@ from benchmark.__main__ import main
 from benchmark.harness.server import ServerProcess
 from support.core import MODELS
 from support.prompts import prompt
-from support.scraped import samples
-from support.served import (
-    ENV,
-    ask,
-    chat,
-    delete,
-    get,
-    message,
-    numbers,
-    post,
-    refusal,
-    start,
-)
+from support.scraped import ours, samples
+from support.served import ENV, ask, chat, delete, get, message, numbers, post, refusal, start
 from support.waiting import HANGS_S, until
 
 pytestmark = pytest.mark.server
@@ -72,7 +61,7 @@ def test_the_same_numbers_are_prometheus_metrics(server: ServerProcess) -> None:
     assert numbers(server)["kept_tokens"] > 0
 
     def missing() -> dict[str, Any]:
-        wanted, found = numbers(server), metrics(server)
+        wanted, found = numbers(server), ours(get(server, "/metrics"))
         return {
             name: value
             for name, value in wanted.items()
@@ -80,17 +69,6 @@ def test_the_same_numbers_are_prometheus_metrics(server: ServerProcess) -> None:
         }
 
     until(lambda: not missing(), pause=0.5, show=missing)
-
-
-def metrics(server: ServerProcess) -> dict[str, float]:
-    """Ours by the names of /server_info."""
-    found = {}
-    for name, labels, value in samples(get(server, "/metrics")):
-        own = name.removeprefix("sglang_hc_")
-        if own != name:
-            source = labels.get("source")
-            found[own if source is None else f"{own.removesuffix('_total')}_{source}"] = value
-    return found
 
 
 def test_dashboards_of_sglang_light_up(server: ServerProcess) -> None:

@@ -1,5 +1,5 @@
 """Conversations with a model that has recurrent layers: what each of them computes, what branches,
-what is evicted in parts, and random ones beside those that stay on the device."""
+what is evicted in parts, who makes room, and random ones beside those that stay on the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from support import retractions
 from support.core import Reply
+from support.during import When
 from support.prompts import prompt
 from support.state_core import engine
 
@@ -125,3 +127,42 @@ def stormy(model: str, seed: int, evicts: bool, *flags: str) -> tuple[list[list[
     if evicts:
         core.settle()
     return found, core.tree.stats() if evicts else {}
+
+
+class Room(NamedTuple):
+    """The replies of a request that makes room for one of a higher priority, and leaves the device
+    then, and of that one: each undisturbed, then both. again: tokens of the first that were
+    computed twice. stats: behind them."""
+
+    alone: list[list[int]]
+    both: list[list[int]]
+    retractions: int
+    again: int
+    stats: dict[str, Any]
+
+
+def makes_room(model: str, *flags: str) -> Room:
+    prompts = prompt("low", 100), prompt("high", 90)
+    one = "--max-running-requests", "1", "--enable-priority-scheduling"
+    core = engine(model, *one, *flags)
+    alone = [core.ask(tokens, 60, "alone").tokens for tokens in prompts]
+    computed, rids = retractions.Computed(core), [core.submit(prompts[0], 60)]
+    core.inbox[-1].priority = 0
+
+    def leave() -> None:
+        core.tree.tiers.drain()
+        core.evict()
+
+    left = When(lambda: any(r.retraction_count for r in core.scheduler.waiting_queue), leave)
+
+    def each_pass(number: int) -> None:
+        left(number)
+        if number == 40:
+            rids.append(core.submit(prompts[1], 60))
+            core.inbox[-1].priority = 100
+
+    core.run(each_pass=each_pass)
+    core.settle()
+    retracted = core.requests[rids[0]].retraction_count
+    both = [core.reply(rid).tokens for rid in rids]
+    return Room(alone, both, retracted, computed.again, core.tree.stats())

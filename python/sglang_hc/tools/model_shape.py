@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from sglang_hc.errors import ConfigError, decode_json, read_text
+from sglang_hc.errors import ConfigError
 from sglang_hc.forms import StateShape, index_parts
 from sglang_hc.policy.served import HIDDEN, RECOMPUTED
+from sglang_hc.tools.model_config import architecture_of
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
@@ -55,22 +55,6 @@ def element_bytes(dtype: str) -> int:
     if dtype not in _BYTES:
         raise ConfigError(f"element type {dtype} is none of {', '.join(_BYTES)}")
     return _BYTES[dtype]
-
-
-def read_model_config(model: str) -> tuple[dict[str, Any], str]:
-    """The parsed config.json, and its path. Raises ConfigError that names the path."""
-    path = Path(model)
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist; give a folder with a config.json, or the file")
-    return decode_json(read_text(path, str(path)), dict[str, Any], str(path)), str(path)
-
-
-def architecture_of(config: Mapping[str, Any]) -> str:
-    """SGLang's class for a parsed config.json; empty where it names none."""
-    names = config.get("architectures")
-    return str(names[0]) if isinstance(names, list) and names else ""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ from sglang_hc.policy.throughput import DEFAULT_CONTEXT as PROMPT
 from sglang_hc.tools.cli import plan_ends, throughput
 from sglang_hc.tools.cli.main import UsageError, blaming, count, number
 from sglang_hc.tools.datasheet import Hardware, datasheet_costs, load_hardware
+from sglang_hc.tools.model_config import architecture_of, read_model_config
 from sglang_hc.tools.model_ends import computed_shape, kept_shape
-from sglang_hc.tools.model_shape import ModelShape, architecture_of, read_model_config
+from sglang_hc.tools.model_shape import ModelShape
 
 DEFAULT_CONTEXT = 2560
 DEFAULT_NEW = 64

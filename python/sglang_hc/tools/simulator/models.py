@@ -10,7 +10,8 @@ from typing import Any
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan
 from sglang_hc.tools.datasheet import HostWork
-from sglang_hc.tools.model_shape import ModelShape, read_model_config
+from sglang_hc.tools.model_config import read_model_config
+from sglang_hc.tools.model_shape import ModelShape
 
 _LLAMA = {"model_type": "llama", "torch_dtype": "float16"}
 _SHIPPED: dict[str, tuple[dict[str, Any], int, int]] = {
