@@ -35,8 +35,8 @@ _NO_DELETE = "the remote store can delete no single block; clear it with " + (
 
 
 ForgetAbove = Callable[[Forgetting, str], tuple[int, list[bytes]]]
-"""Forgets on the device and in host memory, for which a namespace is given that no request has.
-Returns the tokens and the blocks that were there."""
+"""Forgets on the device and in host memory, for which the beginning of namespaces is given that no
+request has (`hidden_namespace`). Returns the tokens and the blocks that were there."""
 
 
 class Forgetter:
@@ -81,7 +81,7 @@ class Forgetter:
         return True
 
     def _hidden(self) -> str:
-        """A namespace that no request has."""
+        """How namespaces begin that no request has."""
         return f"{FORGOTTEN}{next(self._numbers)}"
 
 

@@ -24,6 +24,12 @@ FORGOTTEN = "\x1fhc-forgotten/"
 clients are packed and begin otherwise; nothing of these is kept."""
 
 
+def hidden_namespace(hidden: str, namespace: str | None) -> str:
+    """What a namespace is called of which something stays on the device until its requests end.
+    Those of one client stay apart: with another adapter the same tokens have other K and V."""
+    return f"{hidden}/{namespace or ''}"
+
+
 class Stored(NamedTuple):
     """What a stored block says of itself: see `store.disk.format.BlockHeader`. An end part has no
     tokens."""

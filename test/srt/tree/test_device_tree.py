@@ -166,12 +166,28 @@ def test_nothing_is_restored_for_whom_it_is_refused(reason: Reason) -> None:
         assert slots.tolist() == [] and node == 0 and req.host_hit_length == 0
 
 
+def test_what_is_in_use_of_two_namespaces_of_a_client_stays_apart_when_he_is_forgotten() -> None:
+    """The same tokens, as with an adapter and without."""
+    world, tokens = World(1, drafts=False), stretch([0], 100)
+    for salt in ("a", "b"):
+        world.keep(tokens, salt)
+        world.lock(tokens, salt)
+    world.tree.forget_namespaces({"a", "b"}.__contains__, "hidden")
+    world.look()
+    world.check()
+    for lock in world.locks:
+        world.tree.unlock(lock)
+    world.tree.evict(EvictParams(num_tokens=SLOTS))
+    world.check()
+    assert len(world.slots.free_slots) == SLOTS
+
+
 words = st.lists(st.integers(0, 1), min_size=1, max_size=5)
 salts = st.sampled_from([None, "a", "b"])
 steps = st.lists(
     st.tuples(
         st.sampled_from(
-            ["keep", "extend", "meet", "lock", "unlock", "wait", "evict", "drop", "forget"]
+            ["keep", "extend", "meet", "lock", "unlock", "wait", "evict", "drop", "forget", "leave"]
         ),
         words, st.integers(1, 200), st.integers(0, 200), salts,
     ),
@@ -184,8 +200,9 @@ steps = st.lists(
 @settings(max_examples=40, deadline=None)
 @given(steps)
 def test_each_slot_has_one_owner(page: int, drafts: bool, script: list[Any]) -> None:
+    """leave: a client of two namespaces, in which the same tokens may be in use."""
     world = World(page, drafts)
-    for action, word, length, known, salt in script:
+    for number, (action, word, length, known, salt) in enumerate(script):
         tokens = stretch(word, length)
         if action == "keep":
             world.keep(tokens, salt)
@@ -201,9 +218,10 @@ def test_each_slot_has_one_owner(page: int, drafts: bool, script: list[Any]) -> 
             world.tree.evict(EvictParams(num_tokens=length))
         elif action == "drop":
             world.tree.drop_last_block(Prefix(salt, pack_tokens(tokens)))
-        elif action == "forget":
-            world.tree.forget_namespaces(lambda name, salt=salt: name == salt, "hidden")
-            assert world.tree.has(world.key(tokens, salt)) == 0
+        elif action in ("forget", "leave"):
+            gone = {salt} if action == "forget" else {"a", "b"}
+            world.tree.forget_namespaces(gone.__contains__, f"hidden {number}")
+            assert all(world.tree.has(world.key(tokens, one)) == 0 for one in gone)
         world.look()
         world.check()
     for lock in world.locks:

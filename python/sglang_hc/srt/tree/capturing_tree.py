@@ -33,7 +33,7 @@ from sglang_hc.srt.tree.window_tree import WindowTree
 from sglang_hc.tiers.forgetting import Answer, Forgetter
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tiers.trace import Recorder
-from sglang_hc.tree.forgetting import Forgetting
+from sglang_hc.tree.forgetting import Forgetting, hidden_namespace
 from sglang_hc.tree.identity import Prefix
 
 
@@ -206,9 +206,10 @@ class CapturingTree(WindowTree):
     def _forget_above(self, what: Forgetting, hidden: str) -> tuple[int, list[bytes]]:
         """On the device and in host memory; see `forgetting.ForgetAbove`."""
         for req in self.scheduler.requests:
-            if what.names(fields.namespace_of(req)):
+            namespace = fields.namespace_of(req)
+            if what.names(namespace):
                 self.give_up(req)
-                fields.set_namespace(req, hidden)
+                fields.set_namespace(req, hidden_namespace(hidden, namespace))
         with self.compute_stream.entered():
             block_ids = self.tiers.forget(what)
         return self.forget_namespaces(what.names, hidden), block_ids

@@ -27,6 +27,7 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.srt.binding import fields
 from sglang_hc.srt.engine.guard import SglangMethod, SglangTree
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
+from sglang_hc.tree.forgetting import hidden_namespace
 from sglang_hc.tree.identity import Prefix, unpack_tokens
 
 MATCHED = "hc_matched"
@@ -212,8 +213,8 @@ class DeviceTree(SglangTree):
                 self.remove(node.id)
 
     def forget_namespaces(self, names: Callable[[str | None], bool], hidden: str) -> int:
-        """Of the namespaces that are named, take out what no request uses, and give the rest the
-        namespace `hidden`. Returns the tokens that were there."""
+        """Of the namespaces that are named, take out what no request uses, and call the rest
+        `hidden_namespace`. Returns the tokens that were there."""
         count = 0
         children = self.node(self.root_node_handle()).children.values()
         for node in _leaves_first([top for top in children if names(fields.namespace_of(top.key))]):
@@ -224,7 +225,8 @@ class DeviceTree(SglangTree):
             self.tree_core.kv_events.record_remove(node)
             siblings, old = node.parent.children, node.key
             del siblings[old.child_key(self.page_size)]
-            node.key = RadixKey(old.token_ids, hidden, old.is_bigram, old.limit)
+            name = hidden_namespace(hidden, fields.namespace_of(old))
+            node.key = RadixKey(old.token_ids, name, old.is_bigram, old.limit)
             siblings[node.key.child_key(self.page_size)] = node
         return count
 
