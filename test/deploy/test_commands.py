@@ -18,6 +18,7 @@ from support.dashboards import DEPLOY
 from support.deployed import Image, built, filled
 from support.prompts import prompt
 from support.served import first_turn, generate, numbers, start, wait_for
+from support.waiting import HANGS_S
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -64,7 +65,7 @@ def is_healthy(service: dict[str, Any], server: ServerProcess) -> None:
     kind, *check = service["healthcheck"]["test"]
     assert kind == "CMD"
     if shutil.which(check[0]) is not None:
-        subprocess.run(filled(check, {}, {"30000": str(server.port)}), check=True, timeout=60)
+        subprocess.run(filled(check, {}, {"30000": str(server.port)}), check=True, timeout=HANGS_S)
 
 
 def test_a_conversation_moves_between_the_replicas(models: None, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import yaml
 from sglang_hc.command_line import add_flags, given_flags
 from sglang_hc.metrics import COUNTS, FAMILIES, HISTOGRAMS, LEVELS
 from support.dashboards import ALERTS, DEPLOY, ON_FAILURE, missing, named, panels, queries, rules
+from support.waiting import HANGS_S
 
 ROOT = DEPLOY.parent
 
@@ -177,7 +178,7 @@ def run(*words: str, cwd: Path, **env: str) -> str:
     if shutil.which(words[0]) is None:
         pytest.skip(f"{words[0]} is not installed")
     done = subprocess.run(
-        words, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=60,
+        words, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=HANGS_S,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,7 +6,7 @@ import pytest
 
 from sglang_hc.errors import ConfigError
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.tools.simulator.costs import GpuCosts, Machine
+from sglang_hc.tools.simulator.costs import GpuCosts, Machine, with_auto_plan
 from sglang_hc.tools.simulator.models import MODEL_NAMES, load_model
 
 MIB = 2**20
@@ -55,3 +55,26 @@ def test_a_bad_config_is_named(tmp_path, config, says):
     path.write_text(config)
     with pytest.raises(ConfigError, match=says):
         load_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("LlamaForCausalLM", "hidden:3,kv:1"),
+        ("Qwen3MoeForCausalLM", "kv:4"),
+        ("ZayaForCausalLM", None),
+    ],
+)
+def test_auto_takes_what_a_server_has_and_what_it_refuses_is_not_simulated(tmp_path, name, plan):
+    config = {
+        "architectures": [name], "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 4096,
+        "num_attention_heads": 32, "intermediate_size": 11008, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    if plan is None:
+        with pytest.raises(ConfigError, match=f"{name} is refused by a server"):
+            load_model(str(path))
+    else:
+        model = with_auto_plan(load_model(str(path)), Machine(), (SourceTier.HOST, SourceTier.DISK))
+        assert str(model.layout.plan) == plan

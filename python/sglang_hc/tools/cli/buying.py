@@ -7,10 +7,8 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
-from multiprocessing import get_context
 from operator import call
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,11 @@ from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.tools.cli.load import read_setup
 from sglang_hc.tools.cli.main import UsageError, blaming, number
+from sglang_hc.tools.cli.workers import workers
 from sglang_hc.tools.price_file import read_prices, sample_prices
 from sglang_hc.tools.simulator.buying import LESS, Row, enough, served, smallest
 from sglang_hc.tools.simulator.costs import with_auto_plan
 from sglang_hc.tools.simulator.run import Setup, state_bytes
-
-WORKERS = 2
 
 SAMPLE_TURNS = 4000
 """Of a load with more turns so many are searched, the first ones."""
@@ -130,7 +127,7 @@ def _search(setups: dict[Way, Setup], target: float) -> list[Row]:
         job = partial(_found, form, setup, target, with_ssd)
         jobs.setdefault((setup.model.layout.plan, with_ssd), job)
     nothing = replace(next(iter(setups.values())), dram=0.0, disk=0.0, policy="none")
-    with ProcessPoolExecutor(WORKERS, mp_context=get_context("fork")) as pool:
+    with workers() as pool:
         *rows, none = pool.map(call, [*jobs.values(), partial(served, nothing, "none")])
     found = dict(zip(jobs, rows, strict=True))
     named = [
@@ -206,7 +203,7 @@ def _checked(setup: Setup, row: Row, target: float) -> tuple[Row, dict[str, Any]
     """A row from a sample, made smaller as long as that is enough for the whole load; and by which
     share its tiers shrank."""
     first, steps = row, 0
-    with ProcessPoolExecutor(WORKERS, mp_context=get_context("fork")) as pool:
+    with workers() as pool:
         while steps < STEPS:
             sizes = [(row.dram / LESS, row.ssd)] + [(row.dram, row.ssd / LESS)] * bool(row.ssd)
             smaller = pool.map(_enough, [(setup, row.form, one, target) for one in sizes])

@@ -7,9 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,7 @@ from sglang_hc.policy.eviction import POLICIES
 from sglang_hc.tools.cli import buying
 from sglang_hc.tools.cli.load import add_load_options, read_setup, turns_bar
 from sglang_hc.tools.cli.main import UsageError, number
+from sglang_hc.tools.cli.workers import workers
 from sglang_hc.tools.simulator.capacity import CapacityPoint, smallest_reaching
 from sglang_hc.tools.simulator.run import Setup, simulate, state_bytes
 from sglang_hc.tools.workloads.sessions import Workload
@@ -140,7 +139,7 @@ class _Search:
         jobs = [replace(self._setup, dram=dram, disk=disk) for dram, disk in sizes]
         with (
             turns_bar(len(jobs) * turns, "curve", quiet=self._quiet) as show,
-            ProcessPoolExecutor(buying.WORKERS, mp_context=get_context("fork")) as pool,
+            workers() as pool,
         ):
             rates = pool.map(_rates, jobs)
             for number, ((dram, disk), found) in enumerate(zip(sizes, rates, strict=True), 1):

@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan
+from sglang_hc.policy.served import REFUSED
 from sglang_hc.tools.datasheet import HostWork
 from sglang_hc.tools.model_config import read_model_config
 from sglang_hc.tools.model_shape import ModelShape
@@ -125,6 +126,11 @@ def load_model(
         window = context or _window(config, where)
         cards, work = 1, SERVER_HOST_WORK
     shape = ModelShape.from_config(config, where=where)
+    if shape.architecture in REFUSED:
+        raise ConfigError(
+            f"{where}: {shape.architecture} is refused by a server with the tiers, as "
+            "docs/models.md says; only models that are served can be simulated"
+        )
     layout = BlockLayout(LayerPlan.parse(forms, shape.num_layers), shape.state_shape())
     if not layout.slot_bytes:
         raise ConfigError(f"forms {forms!r} stores nothing; give a plan with hidden or kv layers")
