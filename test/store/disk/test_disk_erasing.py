@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hc.store.disk import erasing
 from sglang_hc.store.disk.erasing import Erased
-from sglang_hc.store.disk.folders import ModelFolder
+from sglang_hc.store.disk.folders import ModelFolder, model_folders
 from sglang_hc.store.disk.format import LABEL_MAX
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.cuts import cut_namespace
@@ -35,6 +34,7 @@ from support.disk_store import (
 )
 from support.erased import check_kept, traces
 
+FOLDERS = "sglang_hc.store.disk.erasing.model_folders"
 ACME, OTHER = Forgetting("acme"), "other tenant"
 
 
@@ -177,11 +177,10 @@ def test_a_block_that_others_store_again_while_names_are_read_stays(
     theirs = make_path(3, 2, OTHER)
     put(store, theirs)
     remove(other, names_of(theirs))
-    listed = erasing.model_folders
 
     def stored_again(root: str) -> list[ModelFolder]:
-        folders = listed(root)
-        monkeypatch.setattr(erasing, "model_folders", listed)
+        folders = model_folders(root)
+        monkeypatch.setattr(FOLDERS, model_folders)
 
         def names(self: ModelFolder) -> list[bytes]:
             monkeypatch.undo()
@@ -192,7 +191,7 @@ def test_a_block_that_others_store_again_while_names_are_read_stays(
         monkeypatch.setattr(ModelFolder, "block_ids", names)
         return folders
 
-    monkeypatch.setattr(erasing, "model_folders", stored_again)
+    monkeypatch.setattr(FOLDERS, stored_again)
     assert store.erase(ACME) == Erased(0, True)
     check_kept(other, theirs)
     check_kept(store, theirs)
