@@ -2,8 +2,9 @@
 fetched, demoted or forgotten without its tokens.
 
 Names belong to their namespace. As many tokens are known as the host tier holds, of MAX_SESSIONS
-sessions. Beyond that the client that has most forgets those that it used longest ago: nobody can
-push out the names of clients who have less. Belongs to the scheduler thread.
+sessions. Beyond that those that were used longest ago are forgotten, first those of clients that
+have several and with them more than a SHARE of either: nobody pushes out the names of many by
+giving many. Belongs to the scheduler thread.
 """
 
 from __future__ import annotations
@@ -11,16 +12,23 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import NamedTuple
 
 from sglang_hc.policy.pins import MAX_SESSIONS
 from sglang_hc.tree.identity import Prefix
 from sglang_hc.tree.namespaces import Namespace
 
+SHARE = 4
+"""Of what may be known a client has this part before its own names leave first."""
+
 
 class _Known(NamedTuple):
+    """number: the later one was used last, by whichever clock."""
+
     prefix: Prefix
     used: float
+    number: int
 
 
 @dataclass(slots=True)
@@ -32,15 +40,18 @@ class _Client:
 
 
 class Sessions:
-    """Paths by name and client, as `namespaces.client_namespace` names it. A call costs O(1), and
-    O(clients) when a bound is reached."""
+    """Paths by name and client, as `namespaces.client_namespace` names it. A note costs O(1), and
+    as much for each that is forgotten, however many clients there are."""
 
     def __init__(self, max_tokens: int, ttl: float = 0.0, max_sessions: int = MAX_SESSIONS) -> None:
         """ttl: seconds after which a session that nobody used is forgotten; 0 for never."""
         self._max_tokens, self._max_sessions, self._ttl = max_tokens, max_sessions, ttl
         self._known: OrderedDict[tuple[str | None, str], _Known] = OrderedDict()
         self._clients: dict[str | None, _Client] = {}
+        self._greedy: set[str | None] = set()
+        """Clients with several sessions and more than their share: a few at most."""
         self._tokens = 0
+        self._numbers = count()
 
     def __len__(self) -> int:
         return len(self._known)
@@ -49,15 +60,15 @@ class Sessions:
         """A session has left this path, in place of what it left before."""
         client = Namespace.of(prefix.namespace).client.pack()
         self._pop((client, name))
-        self._known[client, name] = _Known(prefix, now)
+        self._known[client, name] = _Known(prefix, now, next(self._numbers))
         own = self._clients.setdefault(client, _Client())
         own.names[name] = None
         own.tokens += prefix.num_tokens
         self._tokens += prefix.num_tokens
-        while self._tokens > self._max_tokens:
-            self._pop_oldest(max(self._clients, key=lambda one: self._clients[one].tokens))
-        while len(self._known) > self._max_sessions:
-            self._pop_oldest(max(self._clients, key=lambda one: len(self._clients[one].names)))
+        self._weigh(client)
+        while self._tokens > self._max_tokens or len(self._known) > self._max_sessions:
+            oldest = [(one, next(iter(self._clients[one].names))) for one in self._greedy]
+            self._pop(min(oldest, key=self._number_of, default=next(iter(self._known))))
 
     def of(self, client: str | None, name: str) -> Prefix | None:
         """What a session left last; None for one that is not known."""
@@ -81,10 +92,26 @@ class Sessions:
         names = [(client, name) for client, own in self._clients.items() for name in own.names]
         assert self._known.keys() == set(names) and len(names) == len(self._known)
         assert all(own.names for own in self._clients.values())
+        assert self._greedy == {client for client in self._clients if self._is_greedy(client)}
+        assert len(self._greedy) <= 2 * (SHARE - 1)
         assert self._tokens <= self._max_tokens and len(names) <= self._max_sessions
 
-    def _pop_oldest(self, client: str | None) -> None:
-        self._pop((client, next(iter(self._clients[client].names))))
+    def _number_of(self, key: tuple[str | None, str]) -> int:
+        return self._known[key].number
+
+    def _is_greedy(self, client: str | None) -> bool:
+        own = self._clients.get(client)
+        return (
+            own is not None
+            and len(own.names) > 1
+            and (
+                own.tokens * SHARE > self._max_tokens or len(own.names) * SHARE > self._max_sessions
+            )
+        )
+
+    def _weigh(self, client: str | None) -> None:
+        """A client has more than before, or less."""
+        (self._greedy.add if self._is_greedy(client) else self._greedy.discard)(client)
 
     def _pop(self, key: tuple[str | None, str]) -> None:
         gone = self._known.pop(key, None)
@@ -97,3 +124,4 @@ class Sessions:
         self._tokens -= gone.prefix.num_tokens
         if not own.names:
             del self._clients[client]
+        self._weigh(client)

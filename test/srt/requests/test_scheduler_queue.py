@@ -6,6 +6,7 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import ReqKvInfo
@@ -62,6 +63,7 @@ class Server:
             multimodal_inputs=object() if how == "image" else None,
             sampling_params=SimpleNamespace(custom_params=None),
             finished=lambda: False,
+            to_finish=None,
         )
         self.count += 1
         if how != "unmatched":
@@ -125,3 +127,22 @@ def test_the_window_follows_the_queue(script: list[tuple[str, Any]]) -> None:
     for step, argument in script:
         getattr(server, step)(argument)
     server.look(None)
+
+
+@pytest.mark.parametrize(
+    ("is_over", "why", "comes_back"),
+    [(True, None, False), (False, None, True), (False, "OOM", False)],
+)
+def test_who_is_retracted_to_be_aborted_does_not_come_back(
+    is_over: bool, why: str | None, comes_back: bool
+) -> None:
+    """SGLang aborts the last request that does not fit without queueing it again: nothing of it
+    may be waited for."""
+    server, told = Server(), []
+    server.arrive("matched")
+    server.admit([0])
+    (req,) = server.running
+    req.to_finish = why
+    server.waiting._view.finished = lambda *_, comes_back: told.append(comes_back)
+    server.finish(0, is_over=is_over)
+    assert told == [comes_back]

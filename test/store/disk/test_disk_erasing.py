@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.store.disk.erasing import Erased
+from sglang_hc.store.disk.folders import ModelFolder, model_folders
 from sglang_hc.store.disk.format import LABEL_MAX
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.cuts import cut_namespace
@@ -33,6 +34,7 @@ from support.disk_store import (
 )
 from support.erased import check_kept, traces
 
+FOLDERS = "sglang_hc.store.disk.erasing.model_folders"
 ACME, OTHER = Forgetting("acme"), "other tenant"
 
 
@@ -166,6 +168,33 @@ def test_what_cannot_be_told_from_the_tenants_goes_too(scratch: Path, damage: st
     assert not path.exists()
     check_kept(store, others[1:])
     assert store.contains(names_of(others)) == 0
+
+
+def test_a_block_that_others_store_again_while_names_are_read_stays(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = open_store(scratch), open_store(scratch)
+    theirs = make_path(3, 2, OTHER)
+    put(store, theirs)
+    remove(other, names_of(theirs))
+
+    def stored_again(root: str) -> list[ModelFolder]:
+        folders = model_folders(root)
+        monkeypatch.setattr(FOLDERS, model_folders)
+
+        def names(self: ModelFolder) -> list[bytes]:
+            monkeypatch.undo()
+            before = [*self.block_ids()]
+            put(other, theirs)
+            return before
+
+        monkeypatch.setattr(ModelFolder, "block_ids", names)
+        return folders
+
+    monkeypatch.setattr(FOLDERS, stored_again)
+    assert store.erase(ACME) == Erased(0, True)
+    check_kept(other, theirs)
+    check_kept(store, theirs)
 
 
 # -- any order of operations ----------------------------------------------------------------------

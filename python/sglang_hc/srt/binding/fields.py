@@ -151,6 +151,11 @@ def is_over(req: Any) -> bool:
     return req.finished()
 
 
+def is_ending(req: Any) -> bool:
+    """Whether it is over, or will be aborted as soon as SGLang comes to it."""
+    return is_over(req) or req.to_finish is not None
+
+
 def has_answer(req: Any) -> bool:
     """Whether it has a token of its reply."""
     return len(req.output_ids) > 0

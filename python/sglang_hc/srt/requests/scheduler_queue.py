@@ -161,7 +161,7 @@ class SchedulerQueue:
 
     def finished(self, req: Any, blocks: int) -> None:
         """A request of so many blocks is over, or retracted."""
-        self._view.finished(serial_of(req), blocks, comes_back=not fields.is_over(req))
+        self._view.finished(serial_of(req), blocks, comes_back=not fields.is_ending(req))
 
     def _update(self, queue: list[Any]) -> None:
         """Bring `_order` up to the queue. Only requests that are new in it are touched."""

@@ -79,9 +79,13 @@ def _candidates(directory: Directory, what: Forgetting | None) -> list[_Found] |
         known = directory.blocks.copy()
         files = [(f, name) for f in model_folders(directory.root) for name in f.block_ids()]
         # Another store of this directory, that of ends or another server's, may have erased them.
-        gone = known.keys() - {name for folder, name in files if folder == directory.folder}
+        for name in known.keys() - {name for folder, name in files if folder == directory.folder}:
+            if os.path.exists(directory.path(name)):  # stored again: it may be anybody's
+                files.append((directory.folder, name))
+            else:
+                directory.forget(name)
         every = (_look_at(directory, *one) for one in files)
-        return [_Found(directory.folder, name, None) for name in gone] + [
+        return [
             one
             for one in every
             if one is not None
