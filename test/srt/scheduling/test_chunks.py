@@ -132,6 +132,15 @@ def test_a_prompt_is_cut_where_it_leaves_a_known_path(prompt: int, branch: int, 
     assert pass_.can_run_list[0].extend_end == cut
 
 
+@pytest.mark.parametrize(("waiting", "cut"), [(2, 277), (1, 128)])
+def test_a_prompt_is_not_cut_there_while_others_wait(waiting: int, cut: int) -> None:
+    """It is one of those that wait. Each of many would take a pass of its own."""
+    pass_ = adder(free=1024, chunk=512, replying=[])
+    pass_.waiting_queue_len = waiting
+    add(pass_, request(277, 64, 21, 128))
+    assert pass_.can_run_list[0].extend_end == cut
+
+
 @pytest.mark.parametrize("free", [27, 107])
 def test_a_chunk_waits_for_slots_while_others_reply(free: int) -> None:
     """SGLang computes 108 tokens where the replies may take all slots that are left."""

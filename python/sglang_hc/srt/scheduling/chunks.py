@@ -33,9 +33,12 @@ def cut_between_blocks(tree: HcRadixCache, adder: Any, align: int | None) -> int
 
 def cut_where_it_branches(tree: HcRadixCache, adder: Any, req: Any) -> None:
     """A pass leaves one state of a prompt. One that is to leave a state where it leaves a path that
-    is known is cut there, so that it leaves one at its end as well. adder: SGLang's PrefillAdder;
-    req: about to be admitted, with what it is promised."""
+    is known is cut there, so that it leaves one at its end as well; unless others wait, whom a cut
+    prompt keeps out of the pass. adder: SGLang's PrefillAdder; req: about to be admitted, with what
+    it is promised."""
     if tree.states is None or adder.rem_chunk_tokens is None:
+        return
+    if adder.waiting_queue_len - len(adder.can_run_list) > 1:
         return
     branch, end = fields.branch_of(req), len(fields.prompt_of(req))
     step = lcm(BLOCK_TOKENS, tree.page_size)
