@@ -112,7 +112,7 @@ class Queue:
             rid=f"r{self.count}", full_untruncated_fill_ids=tokens, extra_key=None,
             skip_radix_cache_insert=False,
             sampling_params=SimpleNamespace(custom_params=None), cache_request_handle=object(),
-            kv=SimpleNamespace(req_pool_idx=None), session=None,
+            kv=SimpleNamespace(req_pool_idx=None), session=None, finished=lambda: True,
         )  # fmt: skip
         self.count += 1
         self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens), req=req))
