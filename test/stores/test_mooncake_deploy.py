@@ -30,7 +30,9 @@ def test_the_commands_of_the_example_work_together(models: None, tmp_path: Path)
     ports = {port: free_port() for port in ("50051", "50052", "8080", "9003")}
 
     def words(name: str) -> list[str]:
-        return filled(services[name]["command"], values, ports)
+        return filled(
+            services[name]["command"], values, {at: str(own) for at, own in ports.items()}
+        )
 
     flags = [word.replace("/keys/", f"{tmp_path}/") for word in words("server")]
     with Programs(tmp_path) as store:
