@@ -26,7 +26,9 @@ pytestmark = [
 
 
 def options(folder: Path) -> dict[str, Any]:
-    return {"dir": str(folder), "plugin": {"posix": {"active": True}}}
+    """Files stay, however full the disk is that the tests run on."""
+    posix = {"posix": {"active": True}}
+    return {"dir": str(folder), "plugin": posix, "l3_cleaner_enabled": False}
 
 
 def files(folder: Path) -> list[Path]:
