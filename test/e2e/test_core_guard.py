@@ -1,6 +1,8 @@
 """An error of ours in any place that SGLang calls, through SGLang's real scheduler: the request is
 answered with the right tokens, so is the next one, and nothing leaks."""
 
+from __future__ import annotations
+
 import random
 from pathlib import Path
 from typing import Any

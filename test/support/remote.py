@@ -1,5 +1,7 @@
 """A remote store in memory that can be told to misbehave, and what drives it in tests."""
 
+from __future__ import annotations
+
 import errno
 import itertools
 import os

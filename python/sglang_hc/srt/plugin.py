@@ -4,6 +4,8 @@ SGLang loads plugins in the launcher and in every scheduler process, and only lo
 raises: `in_place.py` looks whether all is there.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple

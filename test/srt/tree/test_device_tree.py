@@ -131,6 +131,14 @@ class World:
             assert found.device_prefix_len == self.tree.has(self.key(tokens, salt))
             assert found.last_device_node == alone.last_device_node
 
+    def end(self) -> None:
+        """Nobody uses anything any more: every slot is free again."""
+        for lock in self.locks:
+            self.tree.unlock(lock)
+        self.tree.evict(EvictParams(num_tokens=SLOTS))
+        self.check()
+        assert len(self.slots.free_slots) == SLOTS
+
     def check(self) -> None:
         self.tree.sanity_check()
         owned = self.tree.all_values_flatten().tolist() if self.tree.total_size()[0] else []
@@ -175,11 +183,7 @@ def test_what_is_in_use_of_two_namespaces_of_a_client_stays_apart_when_he_is_for
     world.tree.forget_namespaces({"a", "b"}.__contains__, "hidden")
     world.look()
     world.check()
-    for lock in world.locks:
-        world.tree.unlock(lock)
-    world.tree.evict(EvictParams(num_tokens=SLOTS))
-    world.check()
-    assert len(world.slots.free_slots) == SLOTS
+    world.end()
 
 
 words = st.lists(st.integers(0, 1), min_size=1, max_size=5)
@@ -224,8 +228,4 @@ def test_each_slot_has_one_owner(page: int, drafts: bool, script: list[Any]) -> 
             assert all(world.tree.has(world.key(tokens, one)) == 0 for one in gone)
         world.look()
         world.check()
-    for lock in world.locks:
-        world.tree.unlock(lock)
-    world.tree.evict(EvictParams(num_tokens=SLOTS))
-    world.check()
-    assert len(world.slots.free_slots) == SLOTS
+    world.end()

@@ -1,5 +1,7 @@
 """A remote store that is slow, raises or hangs: it is left alone, and nobody waits for it."""
 
+from __future__ import annotations
+
 import logging
 import threading
 from collections.abc import Sequence

@@ -5,6 +5,8 @@
 SGLang sizes the KV pool and captures; the tree factory (`build.py`) builds the tiers; batches run.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable
 from contextvars import ContextVar

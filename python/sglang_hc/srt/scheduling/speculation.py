@@ -16,6 +16,8 @@ rows of windows with the others and counts them alike; the state behind an accep
 slot that a tree's node gets of it, and the other states of a verify pass to none.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Numbers of a server whose state is in host memory (`--hc-throughput`): it has no tiers."""
 
+from __future__ import annotations
+
 import time
 from typing import Any
 

@@ -4,6 +4,8 @@ Weights in host memory are neither replaced nor read: a parameter shows what lie
 the device now, and what is written there is gone when the next layer comes.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable
 from typing import Any
