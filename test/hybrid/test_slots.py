@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -61,6 +61,8 @@ TestSlots = Slots.TestCase
 
 @settings(max_examples=examples(40), deadline=None)
 @given(st.floats(0, 1), st.integers(1, 60), st.integers(1, 200))
+@example(0.25, 4, 134)
+@example(0.25, 4, 20_000)
 def test_a_request_that_gets_one_slot_in_each_pass_gets_both_kinds_evenly(
     share: float, requests: int, passes: int
 ) -> None:

@@ -57,9 +57,10 @@ class FreeSlots:
         self._calls += 1
         act = int(self.act * count / self.count + self._calls * COUNTS % 1)
         act = min(max(act, count - self.kv), self.act, count)
-        turns = (self._calls * CALLS + np.arange(count) * AMONG) % 1
+        order = np.argsort(np.arange(count) * AMONG % 1)
+        first = math.ceil(-self._calls * CALLS % 1 * count)  # each is it as often as the others
         is_act = np.zeros(count, dtype=np.bool_)
-        is_act[np.argsort(turns)[:act]] = True
+        is_act[order[(first + np.arange(act)) % count]] = True
         found = np.empty(count, dtype=np.int64)
         found[is_act] = np.flatnonzero(self._free[: self._last_act + 1])[:act]
         behind = self._last_act + 1
